@@ -1,0 +1,106 @@
+// Who owns which block of a paged cache. Pure bookkeeping: no block's bytes are touched here.
+#pragma once
+
+#include <cstdint>
+#include <list>
+#include <optional>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+namespace fovea {
+
+/// Identity of a full block's content: its tokens and everything before them.
+struct BlockHash {
+  std::uint64_t high = 0;
+  std::uint64_t low = 0;
+  bool operator==(const BlockHash&) const = default;
+};
+
+/// Hash of a block that follows `parent` (default-constructed for the first block). 128 bits, so
+/// that two different prefixes of a pool's lifetime practically never share one.
+BlockHash hash_block(const BlockHash& parent, std::span<const std::int32_t> token_ids);
+
+/// Reference-counted block ids 0 to num_blocks - 1. A published block whose last reference goes
+/// stays cached until its id is needed; the least recently released goes first.
+class BlockPool {
+ public:
+  /// Throws Error(invalid_argument) unless num_blocks >= 0 and block_size >= 1.
+  BlockPool(std::int64_t num_blocks, std::int64_t block_size);
+
+  std::int64_t num_blocks() const { return static_cast<std::int64_t>(ref_counts_.size()); }
+  std::int64_t block_size() const { return block_size_; }
+  /// Blocks that allocate() can still give: never used, released, or cached without a reference.
+  std::int64_t num_free() const;
+  std::int64_t num_used() const { return num_blocks() - num_free(); }
+  std::int64_t num_evictions() const { return num_evictions_; }
+
+  /// A block with one reference; nothing when none is free.
+  std::optional<std::int32_t> allocate();
+  /// One more reference. Throws Error(invalid_argument) on an id that is out of range or free.
+  void retain(std::int32_t block);
+  /// One reference less. Throws like retain.
+  void release(std::int32_t block);
+  std::int32_t ref_count(std::int32_t block) const;
+
+  /// Makes a referenced block findable. The first block published under a hash stays the one.
+  void publish(std::int32_t block, const BlockHash& hash);
+  /// The block published under `hash`, with one more reference; nothing when there is none.
+  std::optional<std::int32_t> find(const BlockHash& hash);
+
+ private:
+  struct Hasher {
+    std::size_t operator()(const BlockHash& hash) const {
+      return static_cast<std::size_t>(hash.low);
+    }
+  };
+  void check_referenced(std::int32_t block, const char* call) const;
+
+  std::int64_t block_size_;
+  std::int64_t num_evictions_ = 0;
+  std::vector<std::int32_t> ref_counts_;
+  std::vector<std::int32_t> unused_;           ///< Free ids without content, last one first.
+  std::list<std::int32_t> cached_;             ///< Free ids with content, next to go first.
+  std::vector<std::list<std::int32_t>::iterator> cached_at_;
+  std::vector<std::optional<BlockHash>> hashes_;
+  std::unordered_map<BlockHash, std::int32_t, Hasher> published_;
+};
+
+/// The blocks of one sequence, in order. Holds one reference of each; movable only.
+class BlockTable {
+ public:
+  explicit BlockTable(BlockPool& pool) : pool_(&pool) {}
+  ~BlockTable() { clear(); }
+  BlockTable(BlockTable&& other) noexcept;
+  BlockTable& operator=(BlockTable&& other) noexcept;
+
+  std::span<const std::int32_t> blocks() const { return blocks_; }
+  std::int64_t capacity() const {
+    return static_cast<std::int64_t>(blocks_.size()) * pool_->block_size();
+  }
+
+  /// Takes over references that the caller holds, from BlockPool::find.
+  void adopt(std::int32_t block) { blocks_.push_back(block); }
+  /// Allocates until `num_tokens` fit. False, with nothing changed, when the pool lacks the blocks.
+  bool grow_to(std::int64_t num_tokens);
+  /// Releases the blocks that `num_tokens` tokens do not need.
+  void shrink_to(std::int64_t num_tokens);
+  /// A second table on the same blocks.
+  BlockTable fork() const;
+  /// What must be copied before `position` may be written: when its block is shared, the table gets
+  /// a block of its own. Throws Error(resource_exhausted) when none is free.
+  struct BlockCopy {
+    std::int32_t src;
+    std::int32_t dst;
+  };
+  std::optional<BlockCopy> make_writable(std::int64_t position);
+  /// Slot ids of tokens [begin, begin + slots.size()). Throws Error(invalid_argument) past capacity().
+  void slots(std::int64_t begin, std::span<std::int64_t> slots) const;
+  void clear();
+
+ private:
+  BlockPool* pool_;
+  std::vector<std::int32_t> blocks_;
+};
+
+}  // namespace fovea

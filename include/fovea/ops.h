@@ -1,0 +1,124 @@
+// The ops: one params struct each, validated once, run by the first backend that takes it.
+//
+// Names of extents: T tokens, N heads, L = kv_lora_rank, R = qk_rope_head_dim, P =
+// qk_nope_head_dim, V = v_head_dim. "Compute dtype" is f32, f16 or bf16. Accumulation is float32 or
+// wider. Views may have any strides unless said otherwise. Integer arrays that the host plans with
+// are spans of host memory.
+//
+// Every op throws Error(invalid_argument) before it writes anything when operands do not fit each
+// other, and Error(unsupported) with each implementation's reason when none takes them. Scratch comes
+// from ctx.workspace: reserve workspace_bytes(ctx, params) of it first. An op without scratch has no
+// such function.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "fovea/op_context.h"
+#include "fovea/paged_kv_cache.h"
+#include "fovea/plan.h"
+#include "fovea/tensor.h"
+
+namespace fovea {
+
+/// out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight. `out` may be `x`.
+struct RmsNormParams {
+  TensorView x;       ///< [T, D] compute dtype, unit innermost stride.
+  TensorView weight;  ///< [D] compute dtype.
+  TensorView out;     ///< [T, D] dtype of x, unit innermost stride.
+  float eps = 1e-6f;
+};
+void rms_norm(const OpContext& ctx, const RmsNormParams& params);
+
+enum class RopePairing : std::uint8_t {
+  neox,         ///< Channel i turns with channel i + R / 2.
+  interleaved,  ///< Channel 2 i turns with channel 2 i + 1.
+};
+
+/// Turns x in place by the angles of each token's position.
+struct RopeParams {
+  TensorView x;          ///< [T, N, R] compute dtype, R even; any strides.
+  TensorView positions;  ///< [T] or [1, T], i32 or i64, each in [0, max_position).
+  TensorView cos_sin;    ///< [max_position, R] f32: R / 2 cosines, then R / 2 sines, contiguous.
+  RopePairing pairing = RopePairing::neox;
+};
+void rope(const OpContext& ctx, const RopeParams& params);
+
+/// Stores row [kv_c[t] | k_pe[t]] in slot slot_mapping[t]; -1 skips a token.
+struct KvAppendParams {
+  TensorView kv_c;          ///< [T, L] compute dtype.
+  TensorView k_pe;          ///< [T, R] dtype of kv_c.
+  TensorView slot_mapping;  ///< [T] i32 or i64.
+  const PagedKvCache* cache = nullptr;  ///< Rows of L + R.
+};
+void kv_append(const OpContext& ctx, const KvAppendParams& params);
+
+/// Block ids of each request, host memory. Entries are read only where a request's length needs them.
+struct BlockTableView {
+  const std::int32_t* data = nullptr;  ///< [requests, width]
+  std::int64_t requests = 0;
+  std::int64_t width = 0;
+  std::int64_t stride = 0;  ///< Elements from a request to the next.
+};
+
+/// Copies seq_lens[i] rows of request i, from position starts[i] on, one request after the other.
+struct KvGatherParams {
+  const PagedKvCache* cache = nullptr;
+  BlockTableView block_table;
+  std::span<const std::int32_t> starts;    ///< [requests] any position, not only block borders.
+  std::span<const std::int32_t> seq_lens;  ///< [requests]
+  TensorView out;  ///< [sum(seq_lens), row_elements] compute dtype, unit innermost stride.
+};
+void kv_gather(const OpContext& ctx, const KvGatherParams& params);
+
+/// Ragged attention of N query heads over Hk key heads (N a multiple of Hk), K and V of different
+/// widths. A query row without keys gives out 0, lse -inf.
+struct AttentionPrefillParams {
+  TensorView q;     ///< [Tq, N, Dk] compute dtype.
+  TensorView k;     ///< [Tk, Hk, Dk - R] dtype of q.
+  TensorView k_pe;  ///< Optional [Tk, R] dtype of q: the last R channels of every key head.
+  TensorView v;     ///< [Tk, Hk, Dv] dtype of q.
+  TensorView out;   ///< [Tq, N, Dv] dtype of q or f32.
+  TensorView lse;   ///< Optional [N, Tq] f32, natural log.
+  const PrefillSchedule* schedule = nullptr;
+  AttentionVariant variant;
+  float sm_scale = 0.f;
+};
+void attention_prefill(const OpContext& ctx, const AttentionPrefillParams& params);
+std::int64_t workspace_bytes(const OpContext& ctx, const AttentionPrefillParams& params);
+
+/// Absorbed MLA decode: every head of a request attends to the same latent rows [kv_c | k_pe],
+/// whose first L channels are the values too. Query tokens stand at the end of their sequence.
+struct MlaDecodeParams {
+  TensorView q_latent;  ///< [T, N, L] compute dtype: q_nope through W_UK.
+  TensorView q_pe;      ///< [T, N, R] dtype of q_latent; q[..., L:] of a concatenated query.
+  const PagedKvCache* cache = nullptr;  ///< Rows of L + R, any compute dtype.
+  BlockTableView block_table;           ///< First schedule->seq_lens.size() rows are read.
+  TensorView out;  ///< [T, N, L] dtype of q_latent or f32.
+  TensorView lse;  ///< Optional [N, T] f32, natural log.
+  const DecodeSchedule* schedule = nullptr;
+  AttentionVariant variant;
+  float sm_scale = 0.f;
+};
+void mla_decode(const OpContext& ctx, const MlaDecodeParams& params);
+std::int64_t workspace_bytes(const OpContext& ctx, const MlaDecodeParams& params);
+
+/// A partial attention result.
+struct AttentionState {
+  TensorView out;  ///< [T, N, D] compute dtype.
+  TensorView lse;  ///< [N, T] f32, natural log; (0, -inf) is empty. +inf is taken as empty.
+};
+
+/// result = the attention over both parts' keys. An empty part carries no weight, whatever its `out`
+/// holds; merging with an empty part copies the other bit for bit. Result may be either input.
+struct MergeStateParams {
+  AttentionState prefix;
+  AttentionState suffix;
+  AttentionState result;  ///< lse optional.
+};
+void merge_state(const OpContext& ctx, const MergeStateParams& params);
+
+/// Every implementation of every op in order, and why one would be declined for `dtype`.
+std::vector<ImplementationChoice> explain_implementations(const OpContext& ctx, DType dtype);
+
+}  // namespace fovea

@@ -1,0 +1,47 @@
+// A device with its threads and scratch memory: the only place that knows all backends.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "fovea/op_context.h"
+
+namespace fovea {
+
+struct RuntimeOptions {
+  /// "auto" (FOVEA_BACKEND, else the best here), "cpu" or "reference".
+  std::string backend = "auto";
+  /// "auto" (FOVEA_ISA, else the best that this processor has), "scalar", "avx2" or "avx512".
+  std::string isa = "auto";
+  /// Borrowed; must outlive the runtime. Null: a std::thread pool of num_threads.
+  ThreadPool* pool = nullptr;
+  int num_threads = 0;  ///< 0: the processors that this process may use.
+};
+
+/// Used by one thread at a time. Plans, geometry and layers are immutable and shared freely.
+class Runtime {
+ public:
+  /// Throws Error(unsupported) when the processor lacks the forced isa, Error(invalid_argument) on
+  /// an unknown name.
+  explicit Runtime(const RuntimeOptions& options = {});
+  ~Runtime();
+  Runtime(const Runtime&) = delete;
+  Runtime& operator=(const Runtime&) = delete;
+
+  const OpContext& context() const;
+  operator const OpContext&() const { return context(); }
+  Workspace& workspace() const { return *context().workspace; }
+  int num_threads() const { return context().pool->num_threads(); }
+  std::string_view backend() const;  ///< "cpu" or "reference".
+  std::string_view isa() const;      ///< "scalar", "avx2" or "avx512"; "scalar" for reference.
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+/// "AVX2 FMA F16C ...": what the processor has, of what matters here.
+std::string cpu_features();
+
+}  // namespace fovea
