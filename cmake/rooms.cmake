@@ -14,15 +14,19 @@ if(FOVEA_SANITIZE)
   target_link_options(fovea_options INTERFACE -fsanitize=${FOVEA_SANITIZE})
 endif()
 
-# fovea_room(<name> SOURCES <file>...): an object library fovea_<name>. Private includes of other
+# fovea_room(<name> SOURCES <file>...): an object library room_<name>. Private includes of other
 # rooms are written from src/, as in "core/check.h"; tests/include_check.py holds them to the table.
 function(fovea_room name)
   cmake_parse_arguments(ARG "" "" "SOURCES" ${ARGN})
-  add_library(fovea_${name} OBJECT ${ARG_SOURCES})
-  set_target_properties(fovea_${name} PROPERTIES POSITION_INDEPENDENT_CODE ON)
-  target_include_directories(fovea_${name} PUBLIC ${PROJECT_SOURCE_DIR}/include
+  if(NOT ARG_SOURCES) # TEMPORARY
+    file(WRITE ${CMAKE_BINARY_DIR}/empty.cc "")
+    set(ARG_SOURCES ${CMAKE_BINARY_DIR}/empty.cc)
+  endif()
+  add_library(room_${name} OBJECT ${ARG_SOURCES})
+  set_target_properties(room_${name} PROPERTIES POSITION_INDEPENDENT_CODE ON)
+  target_include_directories(room_${name} PUBLIC ${PROJECT_SOURCE_DIR}/include
                              PRIVATE ${PROJECT_SOURCE_DIR}/src)
-  target_link_libraries(fovea_${name} PRIVATE fovea_options fmt::fmt-header-only
+  target_link_libraries(room_${name} PRIVATE fovea_options fmt::fmt-header-only
                         nlohmann_json::nlohmann_json)
 endfunction()
 
@@ -31,7 +35,7 @@ function(fovea_library name)
   cmake_parse_arguments(ARG "" "" "ROOMS;LINK" ${ARGN})
   add_library(${name})
   foreach(room IN LISTS ARG_ROOMS)
-    target_sources(${name} PRIVATE $<TARGET_OBJECTS:fovea_${room}>)
+    target_sources(${name} PRIVATE $<TARGET_OBJECTS:room_${room}>)
   endforeach()
   set_target_properties(${name} PROPERTIES LINKER_LANGUAGE CXX VERSION ${PROJECT_VERSION})
   target_compile_features(${name} PUBLIC cxx_std_20)
