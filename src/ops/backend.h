@@ -1,0 +1,40 @@
+// The backend interface: one table of ops.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "fovea/ops.h"
+
+namespace fovea {
+
+/// One way to run an op. Params have passed every check of src/ops before any of these is called:
+/// an implementation looks only at what it cannot do, never at what is wrong.
+template <class Params>
+struct Implementation {
+  const char* name;
+  /// Why it does not take these operands, a static string; nullptr: it takes them. Null: takes all.
+  const char* (*declines)(const Params&);
+  /// What run() takes of ctx.workspace, each piece rounded with Workspace::rounded. Null: nothing.
+  std::int64_t (*workspace_bytes)(const OpContext&, const Params&);
+  /// Neither allocates nor throws, except for a workspace that is too small, before it writes.
+  void (*run)(const OpContext&, const Params&);
+};
+
+/// Implementations of each op in order of preference; an op may have none.
+///
+/// Rows of `out` and `lse` that the schedule gives to no request (from its last query_start_loc or
+/// cu_seqlens_q on) are filled by src/ops: run() writes the schedule's rows, all of them, also those
+/// without keys, and touches nothing else.
+struct Backend {
+  const char* name;
+  std::span<const Implementation<RmsNormParams>> rms_norm;
+  std::span<const Implementation<RopeParams>> rope;
+  std::span<const Implementation<KvAppendParams>> kv_append;
+  std::span<const Implementation<KvGatherParams>> kv_gather;
+  std::span<const Implementation<AttentionPrefillParams>> attention_prefill;
+  std::span<const Implementation<MlaDecodeParams>> mla_decode;
+  std::span<const Implementation<MergeStateParams>> merge_state;
+};
+
+}  // namespace fovea
