@@ -1,0 +1,75 @@
+// Models: Hugging Face directories and presets, as attention layers.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "fovea/mla.h"
+
+namespace fovea {
+
+/// What attention needs to know of a config.json.
+struct ModelConfig {
+  std::string model_type;  ///< "deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3", "glm4_moe_lite".
+  std::int64_t num_layers = 0;
+  MlaDims dims;
+  RopeConfig rope;
+  float rms_norm_eps = 1e-6f;
+  bool attention_bias = false;
+  std::int64_t vocab_size = 0;
+  std::int64_t max_position = 0;
+  DType dtype = DType::bf16;  ///< Of the checkpoint.
+};
+
+/// Reads DIR/config.json's text. Throws Error that names the file and the field.
+ModelConfig parse_model_config(const std::string& json_text, const std::string& file_name);
+
+/// input_layernorm, attention and residual of one decoder layer.
+struct DecoderLayer {
+  Tensor input_layernorm;  ///< [H]
+  MlaLayer attention;
+};
+
+/// Immutable; shared freely.
+class Model {
+ public:
+  struct Options {
+    std::int64_t num_layers = -1;  ///< The first so many; -1: all of the checkpoint, 1 of a preset.
+    DType dtype = DType::bf16;     ///< Weights are converted to it, once, with rounding.
+    std::uint64_t seed = 0;        ///< Of a preset's weights.
+    std::int64_t max_position = 0;  ///< Positions of the cos/sin table; 0: the config's.
+    MlaAbsorption absorption = MlaAbsorption::two_step;
+    LinearBackend linear = LinearBackend::automatic;
+  };
+  /// A preset's name, or a directory with config.json and model.safetensors or its sharded index.
+  static Model load(const std::string& name_or_directory, const Options& options);
+
+  Model(Model&&) noexcept;
+  Model& operator=(Model&&) noexcept;
+  ~Model();
+
+  const ModelConfig& config() const;
+  DType dtype() const;
+  std::int64_t num_layers() const;
+  const DecoderLayer& layer(std::int64_t index) const;
+  /// A layer's weights in dtype(), as the layer was made from them; for verification.
+  const MlaWeights& weights(std::int64_t index) const;
+  std::int64_t weight_bytes() const;
+
+ private:
+  Model();
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+struct PresetInfo {
+  std::string_view name;
+  ModelConfig config;
+};
+/// deepseek-v2, deepseek-v2-lite, deepseek-v3, kimi-k2, minicpm3-4b, glm-4.7-flash.
+const std::vector<PresetInfo>& model_presets();
+
+}  // namespace fovea
