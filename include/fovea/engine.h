@@ -1,0 +1,205 @@
+// Serves requests with a model's attention layers: continuous batching over a paged latent cache.
+// Attention without MLP: a layer is input_layernorm, attention, residual, and times are attention
+// milliseconds.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "fovea/model.h"
+#include "fovea/runtime.h"
+
+namespace fovea {
+
+// ---------------------------------------------------------------- workloads
+
+/// A request before it is served. Its tokens are functions of (seed, index, k), see token ids below.
+struct RequestSpec {
+  double arrival_s = 0;             ///< Seconds from the first request.
+  std::int32_t prompt_tokens = 0;   ///< At least 1.
+  std::int32_t answer_tokens = 0;   ///< At least 1.
+  std::int32_t prefix_group = -1;   ///< Requests of one group share their first prefix_tokens ids.
+  std::int32_t prefix_tokens = 0;
+};
+
+struct Workload {
+  std::string name;
+  std::uint64_t seed = 0;
+  std::vector<RequestSpec> requests;
+
+  /// Token ids in [0, vocab): the same in every run, never a function of outputs. k counts the
+  /// prompt's tokens, then the answer's.
+  std::int32_t token_id(std::int64_t request, std::int64_t k, std::int64_t vocab_size) const;
+};
+
+/// Lengths like a chat service's: log-normal, prompt median 1020 with 90 % below 2734, answer median
+/// 129 with 90 % below 424, Poisson arrivals; a part of the requests share prefixes.
+Workload generate_workload(std::int64_t num_requests, std::uint64_t seed);
+/// JSONL with prompt_tokens, answer_tokens and optionally arrival_s, prefix_group, prefix_tokens; or
+/// CSV with TIMESTAMP,ContextTokens,GeneratedTokens. `limit` < 0: all. Throws Error(corrupt_file)
+/// that names file, line and field.
+Workload load_workload(const std::string& path, std::int64_t limit, std::uint64_t seed);
+
+// ---------------------------------------------------------------- serving
+
+enum class Arrivals : std::uint8_t {
+  real,  ///< A request may start once its arrival time has passed.
+  x10,   ///< The same, ten times as fast.
+  none,  ///< All are there at the start.
+};
+
+struct EngineOptions {
+  std::int64_t block_size = 16;
+  std::int64_t num_blocks = 0;       ///< 0: what max_num_seqs of the workload's requests need at most.
+  std::int64_t max_num_seqs = 32;    ///< Requests in a step.
+  std::int64_t token_budget = 2048;  ///< Rows in a step, decodes included.
+  std::int64_t workspace_rows = 0;   ///< Context rows of a chunk, honoured exactly; 0: the formula.
+  ContextPlanKind context_plan = ContextPlanKind::packed;
+  bool prefix_reuse = true;
+  Arrivals arrivals = Arrivals::none;
+};
+
+/// One layer of one step, while its operands are alive. For verification and dumps.
+struct LayerTrace {
+  std::int64_t step = 0;
+  std::int64_t layer = 0;
+  const BatchPlan* plan = nullptr;
+  BlockTableView block_table;        ///< Host.
+  const PagedKvCache* cache = nullptr;  ///< After the step's rows were appended.
+  TensorView input;                  ///< [T, H] the residual stream, before input_layernorm.
+  TensorView output;                 ///< [T, H] after o_proj, before the residual.
+  std::span<const std::int64_t> positions;     ///< [T]
+  std::span<const std::int32_t> request_of;    ///< [requests of the batch] workload index.
+};
+
+/// Called between ops by the serving thread; what it does is not counted in the times.
+class StepObserver {
+ public:
+  virtual ~StepObserver() = default;
+  virtual void on_layer(const LayerTrace& trace) = 0;
+};
+
+struct Percentiles {
+  double p50 = 0;
+  double p90 = 0;
+  double p99 = 0;
+};
+/// Nearest-rank percentiles; zeros for an empty sample.
+Percentiles percentiles(std::vector<double> sample);
+
+struct RefusedRequest {
+  std::int64_t request = 0;
+  std::string reason;
+};
+
+/// What happened. Times are attention milliseconds.
+struct ServeReport {
+  std::int64_t finished = 0;
+  std::vector<RefusedRequest> refused;
+  std::int64_t unfinished = 0;  ///< Only after an interruption.
+  std::int64_t steps = 0;
+  std::int64_t decode_steps = 0;   ///< Steps of decodes only; step_ms and per_token_ms are theirs.
+  std::int64_t prompt_tokens = 0;  ///< Computed, recomputation included, prefix hits not.
+  std::int64_t answer_tokens = 0;
+  Percentiles decode_step_ms;
+  Percentiles decode_token_ms;       ///< Step time over its rows.
+  Percentiles time_to_first_token_ms;
+  double prefill_tokens_per_s = 0;
+  double gflops_per_s = 0;          ///< Visible attention work and projections over busy time.
+  double busy_ms = 0;
+  double wall_ms = 0;
+  std::int64_t peak_blocks = 0;
+  std::int64_t num_blocks = 0;
+  std::int64_t prefix_hit_tokens = 0;
+  std::int64_t preemptions = 0;
+  std::int64_t cache_bytes = 0;         ///< All layers.
+  std::int64_t peak_context_rows = 0;   ///< The most that a plan asked of the workspace.
+  std::int64_t workspace_bytes = 0;     ///< Reserved before the first step.
+  std::int64_t peak_workspace_bytes = 0;  ///< Taken at most.
+};
+
+struct ServeProgress {
+  std::int64_t requests_done = 0;
+  std::int64_t requests = 0;
+  std::int64_t tokens_done = 0;
+  std::int64_t tokens = 0;
+};
+
+struct ServeHooks {
+  std::vector<StepObserver*> observers;
+  std::function<void(const ServeProgress&)> progress;  ///< After every step.
+  const std::atomic<bool>* stop = nullptr;  ///< Serving ends after the step in which it turns true.
+};
+
+/// Serves workloads. First come first served; decodes first, then prompts in chunks; when blocks run
+/// out the youngest request is put back and recomputed. At least a prompt's last token is computed.
+class Engine {
+ public:
+  /// Throws Error(invalid_argument) that names the option.
+  Engine(Runtime& runtime, const Model& model, const EngineOptions& options);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  /// Every request is answered once or refused with the reason.
+  ServeReport serve(const Workload& workload, const ServeHooks& hooks = {});
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+// ---------------------------------------------------------------- proof
+
+/// Checks sampled rows of every layer against float64: the stored latent row from the layer's input,
+/// and the attention output over the rows that are stored.
+class Verifier : public StepObserver {
+ public:
+  /// About `rows` sampled per layer over the whole run.
+  Verifier(const Model& model, std::int64_t rows, std::uint64_t seed);
+  ~Verifier() override;
+  void on_layer(const LayerTrace& trace) override;
+
+  std::int64_t rows() const;
+  double worst_relative_error() const;  ///< Of the row norm.
+  std::string worst_row() const;        ///< "layer 3, request 17, position 1203: output ...".
+  /// 1e-4 (f32), 2e-3 (f16), 1.2e-2 (bf16).
+  static double limit(DType dtype);
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+/// Writes DIR/request-NNNNNN.safetensors with `output` [answer tokens, hidden] F32: last layer, after
+/// o_proj, before the residual, of the token that yields each answer token.
+class Dumper : public StepObserver {
+ public:
+  Dumper(const Model& model, const Workload& workload, std::string directory);
+  ~Dumper() override;
+  void on_layer(const LayerTrace& trace) override;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+/// One layer step, projections included, of one request with one new token.
+struct CompareResult {
+  std::string method;  ///< "expanded_cache", "expand_every_step" or "fovea".
+  std::int64_t context = 0;
+  std::int64_t cache_bytes = 0;
+  double step_ms = 0;      ///< Median.
+  double worst_error = 0;  ///< Of the output row's norm, against float64.
+};
+/// (a) contiguous expanded K and V with attention split over heads and keys, (b) the latent cache
+/// expanded by kv_b_proj every step, then as (a), (c) fovea; in one run, taking turns.
+std::vector<CompareResult> compare_methods(Runtime& runtime, const Model& model,
+                                           std::span<const std::int64_t> contexts);
+
+}  // namespace fovea
