@@ -1,0 +1,34 @@
+# Two commands: `make run` shows what fovea does, `make test` proves it. Both install what is missing.
+JOBS ?= $(shell nproc)
+RELEASE := build/release
+
+.PHONY: run test parity build deps asan-ubsan tsan ci clean
+
+run: build
+	$(RELEASE)/tools/fovea/fovea run --compare --verify
+
+test: build
+	ctest --test-dir $(RELEASE) --output-on-failure --no-tests=error -j $(JOBS)
+
+build: deps
+	cmake --preset release
+	cmake --build --preset release -j $(JOBS)
+
+deps:
+	bash scripts/install-deps.sh
+
+# Compares live with other implementations; needs PyPI.
+parity: build
+	bash scripts/install-deps.sh python3-venv
+	bash tests/parity/run.sh $(RELEASE)
+
+asan-ubsan tsan: deps
+	cmake --preset $@
+	cmake --build --preset $@ -j $(JOBS)
+	ctest --preset $@ -j $(JOBS)
+
+ci:
+	bash .ci/run
+
+clean:
+	rm -rf build

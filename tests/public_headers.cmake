@@ -1,0 +1,12 @@
+# Each public header compiles alone, with nothing before it.
+file(GLOB headers CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/include/fovea/*.h)
+set(units)
+foreach(header IN LISTS headers)
+  get_filename_component(name ${header} NAME_WE)
+  set(unit ${CMAKE_CURRENT_BINARY_DIR}/public_headers/${name}.cc)
+  file(GENERATE OUTPUT ${unit} CONTENT "#include \"fovea/${name}.h\"\n")
+  list(APPEND units ${unit})
+endforeach()
+add_library(fovea_public_headers OBJECT ${units})
+target_include_directories(fovea_public_headers PRIVATE ${PROJECT_SOURCE_DIR}/include)
+target_link_libraries(fovea_public_headers PRIVATE fovea_options)
