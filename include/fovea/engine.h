@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "fovea/model.h"
-#include "fovea/runtime.h"
 
 namespace fovea {
 
@@ -141,7 +140,7 @@ struct ServeHooks {
 class Engine {
  public:
   /// Throws Error(invalid_argument) that names the option.
-  Engine(Runtime& runtime, const Model& model, const EngineOptions& options);
+  Engine(const OpContext& ctx, const Model& model, const EngineOptions& options);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -199,7 +198,7 @@ struct CompareResult {
 };
 /// (a) contiguous expanded K and V with attention split over heads and keys, (b) the latent cache
 /// expanded by kv_b_proj every step, then as (a), (c) fovea; in one run, taking turns.
-std::vector<CompareResult> compare_methods(Runtime& runtime, const Model& model,
+std::vector<CompareResult> compare_methods(const OpContext& ctx, const Model& model,
                                            std::span<const std::int64_t> contexts);
 
 }  // namespace fovea
