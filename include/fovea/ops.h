@@ -6,13 +6,18 @@
 // are spans of host memory.
 //
 // Every op throws Error(invalid_argument) before it writes anything when operands do not fit each
-// other, and Error(unsupported) with each implementation's reason when none takes them. Scratch comes
-// from ctx.workspace: reserve workspace_bytes(ctx, params) of it first. An op without scratch has no
-// such function.
+// other, and Error(unsupported) with each implementation's reason when none takes them. Scratch
+// comes from ctx.workspace: reserve workspace_bytes(ctx, params) of it first. An op without scratch
+// has no such function. workspace_bytes reads shapes, dtypes and the schedule only: required views
+// may still have no data (an optional view without data is an absent one).
+//
+// Outputs share no memory with inputs, unless said otherwise. Rows of `out` and `lse` past the
+// schedule's last come out as zeros and -inf.
 #pragma once
 
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "fovea/op_context.h"
 #include "fovea/paged_kv_cache.h"
@@ -44,16 +49,18 @@ struct RopeParams {
 };
 void rope(const OpContext& ctx, const RopeParams& params);
 
-/// Stores row [kv_c[t] | k_pe[t]] in slot slot_mapping[t]; -1 skips a token.
+/// Stores row [kv_c[t] | k_pe[t]] in slot slot_mapping[t]; -1 skips a token. No other slot may occur
+/// twice.
 struct KvAppendParams {
-  TensorView kv_c;          ///< [T, L] compute dtype.
-  TensorView k_pe;          ///< [T, R] dtype of kv_c.
-  TensorView slot_mapping;  ///< [T] i32 or i64.
+  TensorView kv_c;                      ///< [T, L] compute dtype.
+  TensorView k_pe;                      ///< [T, R] dtype of kv_c.
+  TensorView slot_mapping;              ///< [T] i32 or i64.
   const PagedKvCache* cache = nullptr;  ///< Rows of L + R.
 };
 void kv_append(const OpContext& ctx, const KvAppendParams& params);
 
-/// Block ids of each request, host memory. Entries are read only where a request's length needs them.
+/// Block ids of each request, host memory. Entries are read only where a request's length needs
+/// them.
 struct BlockTableView {
   const std::int32_t* data = nullptr;  ///< [requests, width]
   std::int64_t requests = 0;
@@ -86,6 +93,11 @@ struct AttentionPrefillParams {
 };
 void attention_prefill(const OpContext& ctx, const AttentionPrefillParams& params);
 std::int64_t workspace_bytes(const OpContext& ctx, const AttentionPrefillParams& params);
+/// Plans, finds scratch and runs in one call, which allocates; params.schedule is not read. For
+/// steps of many layers plan once and pass the schedule.
+void attention_prefill_once(const OpContext& ctx, const AttentionPrefillParams& params,
+                            std::span<const std::int32_t> cu_seqlens_q,
+                            std::span<const std::int32_t> cu_seqlens_k);
 
 /// Absorbed MLA decode: every head of a request attends to the same latent rows [kv_c | k_pe],
 /// whose first L channels are the values too. Query tokens stand at the end of their sequence.
@@ -94,23 +106,29 @@ struct MlaDecodeParams {
   TensorView q_pe;      ///< [T, N, R] dtype of q_latent; q[..., L:] of a concatenated query.
   const PagedKvCache* cache = nullptr;  ///< Rows of L + R, any compute dtype.
   BlockTableView block_table;           ///< First schedule->seq_lens.size() rows are read.
-  TensorView out;  ///< [T, N, L] dtype of q_latent or f32.
-  TensorView lse;  ///< Optional [N, T] f32, natural log.
+  TensorView out;                       ///< [T, N, L] dtype of q_latent or f32.
+  TensorView lse;                       ///< Optional [N, T] f32, natural log.
   const DecodeSchedule* schedule = nullptr;
   AttentionVariant variant;
   float sm_scale = 0.f;
 };
 void mla_decode(const OpContext& ctx, const MlaDecodeParams& params);
 std::int64_t workspace_bytes(const OpContext& ctx, const MlaDecodeParams& params);
+/// Plans, finds scratch and runs in one call, which allocates; params.schedule is not read. For
+/// steps of many layers plan once and pass the schedule.
+void mla_decode_once(const OpContext& ctx, const MlaDecodeParams& params,
+                     std::span<const std::int32_t> query_start_loc,
+                     std::span<const std::int32_t> seq_lens);
 
 /// A partial attention result.
 struct AttentionState {
-  TensorView out;  ///< [T, N, D] compute dtype.
+  TensorView out;  ///< [T, N, D] compute dtype, each state its own.
   TensorView lse;  ///< [N, T] f32, natural log; (0, -inf) is empty. +inf is taken as empty.
 };
 
-/// result = the attention over both parts' keys. An empty part carries no weight, whatever its `out`
-/// holds; merging with an empty part copies the other bit for bit. Result may be either input.
+/// result = the attention over both parts' keys. An empty part carries no weight, whatever its
+/// `out` holds; merging with an empty part copies the other bit for bit (converts, where dtypes
+/// differ). The result's views may be those of either input.
 struct MergeStateParams {
   AttentionState prefix;
   AttentionState suffix;
