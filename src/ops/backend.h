@@ -24,8 +24,8 @@ struct Implementation {
 /// Implementations of each op in order of preference; an op may have none.
 ///
 /// Rows of `out` and `lse` that the schedule gives to no request (from its last query_start_loc or
-/// cu_seqlens_q on) are filled by src/ops: run() writes the schedule's rows, all of them, also those
-/// without keys, and touches nothing else.
+/// cu_seqlens_q on) are filled by src/ops: run() writes the schedule's rows, all of them, also
+/// those without keys, and touches nothing else.
 struct Backend {
   const char* name;
   std::span<const Implementation<RmsNormParams>> rms_norm;

@@ -1,0 +1,68 @@
+// What several ops check. Every failure names the op, the argument, what it was and what it must
+// be. Nothing here allocates unless it fails.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <span>
+
+#include "fovea/ops.h"
+
+namespace fovea {
+
+/// An argument of an op, for error texts: "mla_decode: q_pe".
+struct Argument {
+  const char* op;
+  const char* name;
+};
+
+/// An extent that a view must have, with its letter in the op's documentation.
+struct Extent {
+  static constexpr std::int64_t kAny = -1;
+  const char* symbol;
+  std::int64_t value = kAny;
+};
+
+/// Rank, extents, host memory, strides that int64 can address. Data may be null: see check_data.
+void check_view(const Argument& argument, const TensorView& view,
+                std::initializer_list<Extent> extents);
+/// Elements are there. What workspace_bytes need not know, and an op must.
+void check_data(const Argument& argument, const TensorView& view);
+void check_compute_dtype(const Argument& argument, const TensorView& view);
+void check_dtype(const Argument& argument, const TensorView& view, DType expected);
+/// For outputs: `expected` or f32.
+void check_dtype_or_f32(const Argument& argument, const TensorView& view, DType expected);
+/// i32 or i64, of whatever holds positions or slots.
+void check_index_dtype(const Argument& argument, const TensorView& view);
+void check_unit_inner_stride(const Argument& argument, const TensorView& view);
+/// Finite and positive: a default-constructed 0 means that it was forgotten.
+void check_sm_scale(const char* op, float sm_scale);
+
+/// An output: elements are there, and no two are the same memory.
+void check_output(const Argument& argument, const TensorView& view);
+/// No element of output `a` is memory of `b`.
+void check_disjoint(const Argument& a, const TensorView& view_a, const char* name_b,
+                    const TensorView& view_b);
+
+/// Present, of a compute dtype, with rows of `row_elements`, whose value is the sum that `what`
+/// says.
+void check_cache(const char* op, const PagedKvCache* cache, std::int64_t row_elements,
+                 const char* what);
+/// The rows of a cache as a view of bytes.
+TensorView bytes_of_rows(const PagedKvCache& cache);
+
+/// Request `request` reads its first `num_keys` rows: the table is wide enough and every block id
+/// that holds rows [first_key, num_keys) is a block of the cache.
+void check_block_row(const char* op, const BlockTableView& table, const PagedKvCache& cache,
+                     std::int64_t request, std::int64_t first_key, std::int64_t num_keys);
+/// The table has `requests` rows and memory behind them.
+void check_block_table(const char* op, const BlockTableView& table, std::int64_t requests);
+
+/// `offsets` is [0, ..., last], does not decrease and ends at `limit` or before it.
+void check_offsets(const Argument& argument, std::span<const std::int32_t> offsets,
+                   std::int64_t limit, const char* limit_name);
+
+/// Rows [num_actual, T) of out [T, N, D] become zeros and those of lse [N, T] (optional) -inf.
+void write_padding_rows(std::int64_t num_actual, const TensorView& out, const TensorView& lse);
+
+}  // namespace fovea

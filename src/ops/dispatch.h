@@ -1,0 +1,78 @@
+// Which implementation runs.
+#pragma once
+
+#include <string>
+
+#include "core/check.h"
+#include "fmt/format.h"
+#include "ops/backend.h"
+
+namespace fovea {
+
+/// An op: its name, and where each backend lists its implementations.
+template <class Params>
+struct Op {
+  const char* name;
+  std::span<const Implementation<Params>> Backend::*implementations;
+};
+
+inline constexpr Op<RmsNormParams> kRmsNorm{"rms_norm", &Backend::rms_norm};
+inline constexpr Op<RopeParams> kRope{"rope", &Backend::rope};
+inline constexpr Op<KvAppendParams> kKvAppend{"kv_append", &Backend::kv_append};
+inline constexpr Op<KvGatherParams> kKvGather{"kv_gather", &Backend::kv_gather};
+inline constexpr Op<AttentionPrefillParams> kAttentionPrefill{"attention_prefill",
+                                                              &Backend::attention_prefill};
+inline constexpr Op<MlaDecodeParams> kMlaDecode{"mla_decode", &Backend::mla_decode};
+inline constexpr Op<MergeStateParams> kMergeState{"merge_state", &Backend::merge_state};
+
+template <class Params>
+const char* why_declined(const Implementation<Params>& implementation, const Params& params) {
+  return implementation.declines ? implementation.declines(params) : nullptr;
+}
+
+/// The first implementation, backend by backend, that takes `params`. Throws Error(unsupported)
+/// with the reason of each when there is none.
+template <class Params>
+const Implementation<Params>& select(const OpContext& ctx, const Op<Params>& op,
+                                     const Params& params) {
+  FOVEA_CHECK(!ctx.backends.empty() && ctx.pool != nullptr, invalid_argument,
+              "{}: ctx has {} backends and {} thread pool; it must be a Runtime's context", op.name,
+              ctx.backends.size(), ctx.pool ? "a" : "no");
+  for (const Backend* backend : ctx.backends) {
+    for (const Implementation<Params>& implementation : backend->*op.implementations) {
+      if (!why_declined(implementation, params)) return implementation;
+    }
+  }
+  std::string reasons;
+  for (const Backend* backend : ctx.backends) {
+    for (const Implementation<Params>& implementation : backend->*op.implementations) {
+      reasons += fmt::format("; {}/{}: {}", backend->name, implementation.name,
+                             why_declined(implementation, params));
+    }
+  }
+  fail(ErrorCode::unsupported, "{}: no implementation takes these operands{}", op.name,
+       reasons.empty() ? "; there is none" : reasons);
+}
+
+template <class Params>
+std::int64_t scratch_bytes(const OpContext& ctx, const Implementation<Params>& implementation,
+                           const Params& params) {
+  return implementation.workspace_bytes ? implementation.workspace_bytes(ctx, params) : 0;
+}
+
+/// Selects, and makes sure before anything is written that its scratch fits.
+template <class Params>
+const Implementation<Params>& select_with_scratch(const OpContext& ctx, const Op<Params>& op,
+                                                  const Params& params) {
+  const Implementation<Params>& implementation = select(ctx, op, params);
+  const std::int64_t needed = scratch_bytes(ctx, implementation, params);
+  if (needed == 0) return implementation;
+  const std::int64_t free = ctx.workspace ? ctx.workspace->capacity() - ctx.workspace->used() : 0;
+  FOVEA_CHECK(
+      needed <= free, resource_exhausted,
+      "{}: workspace has {} bytes free; {}/{} needs {} (reserve workspace_bytes(ctx, params))",
+      op.name, free, op.name, implementation.name, needed);
+  return implementation;
+}
+
+}  // namespace fovea
