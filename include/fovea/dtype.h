@@ -67,7 +67,8 @@ float to_float(Float4E2M1 x);
 
 /// Round to nearest, ties to even. NaN stays NaN where the format has one.
 ///   f16, bf16, f8e5m2: values beyond the largest finite one round to infinity as IEEE 754 says,
-///     except that `from_float_saturated` gives the largest finite value of the sign.
+///     except that `from_float_saturated` gives the largest finite value of the sign, for
+///     infinities too.
 ///   f8e4m3fn, f4e2m1: always saturated (there is no infinity); infinity saturates too.
 ///   f8e8m0: nearest power of two, ties to the even code; zero and negatives give the smallest
 ///     code; infinity saturates to 2^127.
@@ -79,7 +80,10 @@ T from_float_saturated(float x);
 
 /// DType of a storage type: dtype_of<BFloat16> == DType::bf16.
 template <class T>
-inline constexpr DType dtype_of = DType::u8;
+inline constexpr DType dtype_of = [] {
+  static_assert(sizeof(T) == 0, "this type is no storage type of one element");
+  return DType::u8;
+}();
 template <>
 inline constexpr DType dtype_of<float> = DType::f32;
 template <>
@@ -92,6 +96,8 @@ template <>
 inline constexpr DType dtype_of<Float8E5M2> = DType::f8e5m2;
 template <>
 inline constexpr DType dtype_of<Float8E8M0> = DType::f8e8m0;
+template <>
+inline constexpr DType dtype_of<std::uint8_t> = DType::u8;
 template <>
 inline constexpr DType dtype_of<std::int8_t> = DType::i8;
 template <>

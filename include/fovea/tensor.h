@@ -43,7 +43,9 @@ struct TensorView {
   }
 
   explicit operator bool() const { return data != nullptr; }
+  /// 0 for an absent view, 1 for a scalar.
   std::int64_t numel() const;
+  /// True when the elements lie row-major without gaps; extents of 1 have no say.
   bool is_contiguous() const;
 
   /// Elements [begin, end) of dimension `dim`. Throws Error(invalid_argument) out of range.
@@ -76,7 +78,10 @@ class Tensor {
   /// Uninitialised. Throws Error(invalid_argument) on a negative extent or overflow.
   static Tensor empty(DType dtype, std::span<const std::int64_t> shape);
   static Tensor empty(DType dtype, std::initializer_list<std::int64_t> shape);
+  static Tensor zeros(DType dtype, std::span<const std::int64_t> shape);
   static Tensor zeros(DType dtype, std::initializer_list<std::int64_t> shape);
+  Tensor(Tensor&& other) noexcept;
+  Tensor& operator=(Tensor&& other) noexcept;
 
   const TensorView& view() const { return view_; }
   operator const TensorView&() const { return view_; }
@@ -96,8 +101,8 @@ class Tensor {
   TensorView view_;
 };
 
-/// dst = src, element by element, converting between f32, f16 and bf16 (round to nearest even).
-/// Shapes must be equal. Strided on both sides.
+/// dst = src, element by element: between f32, f16 and bf16 (round to nearest even), or between
+/// equal dtypes. Shapes must be equal. Strided on both sides; the two must not overlap.
 void copy(const TensorView& src, const TensorView& dst);
 
 }  // namespace fovea

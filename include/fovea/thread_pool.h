@@ -8,12 +8,13 @@
 
 namespace fovea {
 
-/// A borrowed callable void(std::int64_t task). Never allocates; must not outlive what it refers to.
+/// A borrowed callable void(std::int64_t task). Never allocates; must not outlive what it refers
+/// to.
 class TaskRef {
  public:
   template <class F>
-    requires(!std::is_same_v<std::remove_cvref_t<F>, TaskRef>)
-  TaskRef(F&& f)  // NOLINT(google-explicit-constructor): callers pass lambdas.
+  requires(!std::is_same_v<std::remove_cvref_t<F>, TaskRef>)
+      TaskRef(F&& f)  // NOLINT(google-explicit-constructor): callers pass lambdas.
       : object_(const_cast<void*>(static_cast<const void*>(&f))),
         call_([](void* object, std::int64_t task) {
           (*static_cast<std::remove_reference_t<F>*>(object))(task);
@@ -36,6 +37,9 @@ class ThreadPool {
   /// nothing. Not reentrant.
   virtual void run(std::int64_t num_tasks, TaskRef fn) = 0;
 };
+
+/// Processors that this process may run on.
+int num_available_processors();
 
 /// num_threads - 1 std::threads that spin briefly, then sleep; the caller works too. 0 takes the
 /// number of processors this process may use.

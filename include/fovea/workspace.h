@@ -19,6 +19,7 @@ class Workspace {
   Workspace() = default;
   Workspace(const Workspace&) = delete;
   Workspace& operator=(const Workspace&) = delete;
+  ~Workspace();
 
   /// Makes room for `bytes` in total. Throws Error(invalid_argument) while anything is taken.
   void reserve(std::int64_t bytes);
@@ -47,22 +48,23 @@ class Workspace {
 /// Takes from a workspace; gives everything back when it ends. Scopes nest.
 class WorkspaceScope {
  public:
-  explicit WorkspaceScope(Workspace& workspace)
-      : workspace_(workspace), mark_(workspace.used_) {}
-  ~WorkspaceScope() { workspace_.used_ = mark_; }
+  explicit WorkspaceScope(Workspace& workspace) : workspace_(workspace), mark_(workspace.used_) {}
+  ~WorkspaceScope();
   WorkspaceScope(const WorkspaceScope&) = delete;
   WorkspaceScope& operator=(const WorkspaceScope&) = delete;
 
-  /// Uninitialised and aligned to Workspace::kAlignment. Throws Error(resource_exhausted) that says
-  /// how many bytes are needed and how many there are.
+  /// Uninitialised and aligned to Workspace::kAlignment; never null. Throws
+  /// Error(resource_exhausted) that says how many bytes are needed and how many there are.
   std::byte* take_bytes(std::int64_t bytes);
   template <class T>
   T* take(std::int64_t count) {
-    return reinterpret_cast<T*>(take_bytes(count * static_cast<std::int64_t>(sizeof(T))));
+    return reinterpret_cast<T*>(take_elements(count, static_cast<std::int64_t>(sizeof(T))));
   }
   TensorView take(DType dtype, std::initializer_list<std::int64_t> shape);
 
  private:
+  std::byte* take_elements(std::int64_t count, std::int64_t element_bytes);
+
   Workspace& workspace_;
   std::int64_t mark_;
 };

@@ -1,0 +1,17 @@
+// Cache-line aligned memory for tensors, workspaces and caches.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+namespace fovea {
+
+/// A cache line; also a full zmm register.
+inline constexpr std::int64_t kMemoryAlignment = 64;
+
+/// Uninitialised, never null. Throws Error(resource_exhausted) that names `what`.
+std::byte* allocate_aligned(std::int64_t bytes, std::string_view what);
+void free_aligned(std::byte* memory);
+
+}  // namespace fovea
