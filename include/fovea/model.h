@@ -17,14 +17,19 @@ struct ModelConfig {
   std::int64_t num_layers = 0;
   MlaDims dims;
   RopeConfig rope;
-  float rms_norm_eps = 1e-6f;
-  bool attention_bias = false;
+  float rms_norm_eps = 1e-6f;  ///< Of input_layernorm.
+  /// Of q_a_layernorm and kv_a_layernorm: these models never pass rms_norm_eps to them.
+  float latent_norm_eps = 1e-6f;
+  /// Multiplies a layer's output where it joins the residual stream (MiniCPM3's scale_depth).
+  float residual_scale = 1.f;
+  bool attention_bias = false;  ///< q_a_proj, kv_a_proj and o_proj have one.
   std::int64_t vocab_size = 0;
   std::int64_t max_position = 0;
   DType dtype = DType::bf16;  ///< Of the checkpoint.
 };
 
-/// Reads DIR/config.json's text. Throws Error that names the file and the field.
+/// Reads config.json's text. Throws Error that names the file and the field: corrupt_file for what is
+/// missing or malformed, unsupported for what would change attention and is not implemented here.
 ModelConfig parse_model_config(const std::string& json_text, const std::string& file_name);
 
 /// input_layernorm, attention and residual of one decoder layer.
@@ -40,11 +45,14 @@ class Model {
     std::int64_t num_layers = -1;  ///< The first so many; -1: all of the checkpoint, 1 of a preset.
     DType dtype = DType::bf16;     ///< Weights are converted to it, once, with rounding.
     std::uint64_t seed = 0;        ///< Of a preset's weights.
-    std::int64_t max_position = 0;  ///< Positions of the cos/sin table; 0: the config's.
+    /// Positions that will be served, and so the length of the cos/sin table; 0: the config's.
+    std::int64_t max_position = 0;
     MlaAbsorption absorption = MlaAbsorption::two_step;
     LinearBackend linear = LinearBackend::automatic;
   };
   /// A preset's name, or a directory with config.json and model.safetensors or its sharded index.
+  /// Files stay mapped while the model lives where dtype equals theirs. Throws Error that names the
+  /// file and the tensor or field.
   static Model load(const std::string& name_or_directory, const Options& options);
 
   Model(Model&&) noexcept;
@@ -71,5 +79,9 @@ struct PresetInfo {
 };
 /// deepseek-v2, deepseek-v2-lite, deepseek-v3, kimi-k2, minicpm3-4b, glm-4.7-flash.
 const std::vector<PresetInfo>& model_presets();
+
+/// The hidden state that a token id enters the first layer with, in place of an embedding: about
+/// standard normal, a function of its arguments alone. Fills `out` [H] of a compute dtype.
+void token_hidden_state(std::uint64_t seed, std::int64_t token_id, const TensorView& out);
 
 }  // namespace fovea
