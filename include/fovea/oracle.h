@@ -71,6 +71,11 @@ struct Yarn {
 Rotary rotary_yarn(std::int64_t dim, double theta, bool interleaved, const Yarn& yarn);
 /// 0.1 * m * ln(factor) + 1 for factor > 1, else 1.
 double yarn_mscale(double factor, double m);
+/// LongRoPE (Ding et al. 2024): frequency i over divisors[i] [dim / 2], with amplitude
+/// sqrt(1 + ln(max / original) / ln(original)) beyond the original length.
+Rotary rotary_long(std::int64_t dim, double theta, bool interleaved,
+                   std::span<const double> divisors, double max_position,
+                   double original_max_position);
 /// In place over x [rows, heads, 2 * inv_freq.size()] at positions [rows].
 void rotate(std::span<double> x, std::span<const std::int64_t> positions, std::int64_t heads,
             const Rotary& rotary);
