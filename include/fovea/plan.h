@@ -25,14 +25,14 @@ struct SplitPolicy {
   /// A request with at most this many query tokens is a decode. single_only requires 1.
   std::int32_t reorder_batch_threshold = 1;
   QueryLenSupport support = QueryLenSupport::single_only;
-  /// A prompt's short last part (query_len <= threshold, with context) counts as a decode. Off under
-  /// prefill context parallelism: there only requests that already answer do.
+  /// A prompt's short part (query_len <= threshold) counts as a decode. Off under prefill context
+  /// parallelism: there only requests that already answer do, so `is_prefilling` must be given.
   bool treat_short_extends_as_decodes = true;
 };
 
 /// Row swaps that put the decodes (query_len <= threshold) before the prefills: as few as possible,
-/// not stable. Swap i of the result is applied after swap i - 1.
-/// `is_prefilling` (optional, per request) matters only without treat_short_extends_as_decodes.
+/// disjoint, not stable.
+/// `is_prefilling` (per request) matters only without treat_short_extends_as_decodes.
 std::vector<std::pair<std::int32_t, std::int32_t>> reorder_swaps(
     std::span<const std::int32_t> query_lens, const SplitPolicy& policy,
     std::span<const std::uint8_t> is_prefilling = {});
@@ -45,9 +45,10 @@ struct BatchSplit {
   bool operator==(const BatchSplit&) const = default;
 };
 
-/// The decodes at the front of an already ordered batch; the first request that is none, or breaks
-/// the uniformity that the policy needs, starts the prefills. Trailing zero-length rows are padding
-/// and count as decodes only in a batch without prefills.
+/// The decodes at the front of an already ordered batch; the first request that is none, or that
+/// differs from the first request's length where the policy needs uniformity, starts the prefills.
+/// Trailing zero-length rows are padding: decodes in a batch without prefills, prefills after one.
+/// Throws Error(invalid_argument) on a decode behind a request that can only be a prefill.
 BatchSplit split_decodes_and_prefills(std::span<const std::int32_t> query_start_loc,
                                       const SplitPolicy& policy,
                                       std::span<const std::uint8_t> is_prefilling = {});
@@ -56,22 +57,35 @@ BatchSplit split_decodes_and_prefills(std::span<const std::int32_t> query_start_
 /// after. Throws Error(invalid_argument) that lists the lengths.
 BatchSplit split_uniform_blocks(std::span<const std::int32_t> query_start_loc);
 
+/// A decode-only step that is captured once and replayed needs 1 to threshold query tokens in every
+/// request. Throws Error(invalid_argument) that names the first request outside.
+void check_decode_capture(std::span<const std::int32_t> query_start_loc, const SplitPolicy& policy);
+
 // ---------------------------------------------------------------- workspace rows
 
 struct WorkspaceRowsInput {
   std::int64_t max_model_len = 0;
   std::int64_t max_num_seqs = 0;
   std::int64_t block_size = 0;
-  std::int64_t cap = 64 * 1024;        ///< Rows; 128 * 1024 is the older choice.
-  std::int64_t context_ranks = 1;      ///< Ranks of decode context parallelism.
-  std::int64_t interleave = 1;         ///< Tokens per rank and turn.
-  bool align = true;                   ///< Round up to a multiple of the alignment, and at least one
-                                       ///< alignment per sequence. False: the older formula.
+  std::int64_t cap = 64 * 1024;    ///< Rows; 128 * 1024 is the other choice in use.
+  std::int64_t context_ranks = 1;  ///< Ranks of decode context parallelism.
+  std::int64_t interleave = 1;     ///< Tokens per rank and turn.
+  /// Round up to a multiple of the alignment: block_size, with several ranks
+  /// lcm(block_size, context_ranks * interleave).
+  bool align = true;
+  /// At least one alignment per sequence, which the equal context plan needs; the packed one does
+  /// with a single alignment. Without `align` nothing is raised: too few rows are an error.
+  bool one_alignment_per_sequence = true;
 };
 
-/// Rows of the context workspace: min(max(8 * max_model_len, 4 * max_num_seqs * block_size), cap).
-/// Throws Error(invalid_argument) when fewer than one block per sequence remain without `align`.
+/// Rows of the context workspace: min(max(8 * max_model_len, 4 * max_num_seqs * block_size), cap),
+/// then aligned. Throws Error(invalid_argument) that names the field when a capacity is out of
+/// range or the rows are too few for the context plan.
 std::int64_t workspace_rows(const WorkspaceRowsInput& input);
+
+/// Rows to allocate for a workspace of `workspace_rows`: with several ranks, the gathered rows of
+/// one rank lie behind those of all. Throws Error(invalid_argument) unless ranks divides the rows.
+std::int64_t allocated_workspace_rows(std::int64_t workspace_rows, std::int64_t context_ranks);
 
 // ---------------------------------------------------------------- context chunks
 
@@ -92,6 +106,10 @@ struct ContextParallel {
 
 /// Tokens of the first `length` that lie on `rank`.
 std::int64_t local_length(std::int64_t length, const ContextParallel& parallel, std::int32_t rank);
+
+/// Rows that each rank keeps for the first `length` tokens when all keep the same number: whole
+/// turns.
+std::int64_t padded_local_length(std::int64_t length, const ContextParallel& parallel);
 
 /// Query rows [query_begin, query_end) of one request, of one head at a time: a prefill kernel's
 /// task. Rows are local to the request.
@@ -115,12 +133,14 @@ struct PrefillSchedule {
 /// Rank-local view of a chunk under decode context parallelism. Rows are padded so that every rank
 /// gathers the same number.
 struct ContextParallelChunk {
-  std::vector<std::int32_t> local_starts;           ///< [requests] rank-local rows.
-  std::vector<std::int32_t> padded_local_seq_lens;  ///< [requests]
-  std::vector<std::int32_t> padded_local_cu_seq_lens;     ///< [requests + 1]
-  std::vector<std::int32_t> padded_local_token_to_seq;    ///< [padded local rows]
-  std::vector<std::vector<std::int32_t>> local_context_lens_all_ranks;  ///< [requests][ranks]
-  std::int32_t num_local_context_tokens = 0;  ///< Padded; never above the row budget.
+  std::vector<std::int32_t> local_starts;              ///< [requests] rank-local rows.
+  std::vector<std::int32_t> padded_local_seq_lens;     ///< [requests]
+  std::vector<std::int32_t> padded_local_cu_seq_lens;  ///< [requests + 1]
+  /// [num_local_context_tokens] request, local to the chunk; only with token_to_seq.
+  std::vector<std::int32_t> padded_local_token_to_seq;
+  /// [requests][ranks] share of each rank in the request's whole context, not padded.
+  std::vector<std::vector<std::int32_t>> local_context_lens_all_ranks;
+  std::int32_t num_local_context_tokens = 0;  ///< Padded; at most workspace_rows / ranks.
 };
 
 /// A slice of context that prefills gather, expand and attend to in one go. Requests and tokens
@@ -134,11 +154,12 @@ struct ContextChunk {
   std::int32_t merge_end = 0;
   /// End of the first request's query tokens, whether or not it is a continuation.
   std::int32_t continuation_token_end = 0;
-  bool is_continuation = false;       ///< The first request's context started in an earlier chunk.
-  std::vector<std::int32_t> starts;   ///< [requests] first context position gathered.
-  std::vector<std::int32_t> seq_lens;      ///< [requests] context rows gathered.
-  std::vector<std::int32_t> token_to_seq;  ///< [num_context_tokens] request, local to the chunk.
-  std::int32_t num_context_tokens = 0;     ///< Rows of the workspace that the chunk fills.
+  bool is_continuation = false;        ///< The first request's rows were in an earlier chunk too.
+  std::vector<std::int32_t> starts;    ///< [requests] first context position gathered.
+  std::vector<std::int32_t> seq_lens;  ///< [requests] context rows gathered.
+  /// [num_context_tokens] request, local to the chunk; only with token_to_seq.
+  std::vector<std::int32_t> token_to_seq;
+  std::int32_t num_context_tokens = 0;  ///< Rows of the workspace that the chunk fills.
   /// The attention call: query rows count from tokens.begin, key rows from the workspace's first.
   PrefillSchedule schedule;
   std::optional<ContextParallelChunk> parallel;
@@ -163,16 +184,20 @@ struct ContextPlanInput {
   std::vector<std::int32_t> query_start_loc;  ///< [prefills + 1], from 0.
   std::int64_t workspace_rows = 0;
   std::int64_t block_size = 1;
-  bool align_chunk_to_block = true;  ///< Splits fall on block borders.
-  std::int64_t query_tile = 1;       ///< Query rows of a PrefillTile, at most.
-  std::optional<ContextParallel> parallel;
+  bool align_chunk_to_block = true;         ///< Splits fall on block borders.
+  std::int64_t query_tile = 1;              ///< Query rows of a PrefillTile, at most.
+  bool token_to_seq = false;                ///< Fill the arrays of that name.
+  std::optional<ContextParallel> parallel;  ///< Packed only.
 };
 
-/// The spans of each chunk, from lengths alone.
-/// Packed, each for every request: spans are disjoint, in order and cover its context; none is
-/// empty; only the first span of a chunk starts above 0 and only the last ends early, at a multiple
-/// of the alignment; a chunk's requests are consecutive and have context; its rows fit.
-/// Throws Error(invalid_argument) when the workspace is too small for one aligned piece.
+/// The spans of each chunk; needs neither query_start_loc nor query_tile.
+/// Packed: the spans of a request are disjoint, in order and cover its context; none is empty; only
+/// the first span of a chunk starts above 0 and only the last ends early, at a multiple of the
+/// alignment; a chunk's requests are consecutive and have context; its rows fit.
+/// Equal: chunk i holds for every request what its context has in [i * share, (i + 1) * share),
+/// which may be nothing; share is a multiple of the alignment.
+/// Throws Error(invalid_argument) when the workspace is too small for one aligned piece, of every
+/// request with context in the equal plan; Error(unsupported) on an equal plan with `parallel`.
 std::vector<std::vector<ContextSpan>> plan_context_spans(const ContextPlanInput& input);
 
 /// Chunks with everything that gather, expansion, attention and merge need. Empty without context.
@@ -190,38 +215,45 @@ struct WorkItem {
   bool operator==(const WorkItem&) const = default;
 };
 
-/// Decode work, cut so that every worker has the same amount. Item ranges of a request are disjoint,
-/// in order, and cover its keys; requests without keys have one empty item.
+/// Decode work, cut so that every worker has the same amount of keys x query rows. Item ranges of a
+/// request are disjoint, in order, and cover its keys; requests without keys have one empty item,
+/// requests without query rows none. Items are in order of requests, then of keys.
 struct DecodeSchedule {
   std::vector<std::int32_t> query_start_loc;  ///< [decodes + 1]
   std::vector<std::int32_t> seq_lens;         ///< [decodes] keys, the query tokens' own included.
-  std::vector<WorkItem> items;                ///< Grouped by worker.
-  std::vector<std::int32_t> worker_begin;     ///< [workers + 1] into items.
-  std::vector<std::int32_t> partial_begin;    ///< [decodes + 1] partials of each request.
+  std::vector<WorkItem> items;
+  std::vector<std::int32_t> worker_begin;   ///< [workers + 1] into items; a worker may have none.
+  std::vector<std::int32_t> partial_begin;  ///< [decodes + 1] partials of each request.
   std::int32_t max_query_len = 0;
   std::int32_t num_partials() const { return partial_begin.empty() ? 0 : partial_begin.back(); }
 };
 
 /// What a machine can do at once, as plain data.
 struct PlanTarget {
-  std::int32_t num_workers = 1;    ///< Threads or multiprocessors.
-  std::int32_t decode_kv_tile = 64;  ///< Splits fall on multiples of it.
+  std::int32_t num_workers = 1;      ///< Threads or multiprocessors.
+  std::int32_t decode_kv_tile = 64;  ///< Splits fall on multiples of it; no piece is shorter.
   std::int32_t prefill_query_tile = 64;
+  bool token_to_seq = false;      ///< The context gather finds a row's request in an array.
+  bool non_causal_decode = true;  ///< The decode kernel takes non-causal query blocks.
 };
 
+/// Takes any lengths, also fewer keys than query tokens and no keys at all.
 DecodeSchedule schedule_decode(std::span<const std::int32_t> query_start_loc,
                                std::span<const std::int32_t> seq_lens, const PlanTarget& target);
 
+/// `variant` weighs the tiles: under a causal mask the last rows of a request see the most.
 PrefillSchedule schedule_prefill(std::span<const std::int32_t> cu_seqlens_q,
                                  std::span<const std::int32_t> cu_seqlens_k,
-                                 std::int64_t query_tile);
+                                 std::int64_t query_tile, const AttentionVariant& variant = {});
 
 // ---------------------------------------------------------------- the whole step
 
 /// A step's raw input. Decodes come first (see reorder_swaps).
 struct SequenceBatch {
   std::vector<std::int32_t> query_start_loc;  ///< [requests + 1], from 0, not decreasing.
-  std::vector<std::int32_t> seq_lens;         ///< [requests] context + query; at least the query's.
+  /// [requests] context + query tokens. Of a request without query tokens (padding, or one that has
+  /// nothing to do in this step) no key is read, whatever its length.
+  std::vector<std::int32_t> seq_lens;
   /// [requests], optional: the request still reads its prompt.
   std::vector<std::uint8_t> is_prefilling;
   std::int32_t num_reqs() const { return static_cast<std::int32_t>(seq_lens.size()); }
@@ -234,7 +266,7 @@ struct PlanOptions {
   std::int64_t workspace_rows = 64 * 1024;
   std::int64_t block_size = 16;
   bool align_chunk_to_block = true;
-  std::optional<ContextParallel> parallel;
+  std::optional<ContextParallel> parallel;  ///< Of the context chunks; all lengths stay global.
 };
 
 /// Everything about one step for one KV group; immutable once made, shared by all its layers.
@@ -244,16 +276,21 @@ struct BatchPlan {
   std::int32_t num_actual_tokens = 0;
   std::int32_t max_query_len = 0;
   std::int32_t max_seq_len = 0;
-  DecodeSchedule decode;   ///< The first split.num_decodes requests.
-  PrefillSchedule prefill;  ///< New tokens among themselves; requests and rows from the first prefill.
-  std::vector<std::int32_t> context_lens;  ///< [prefills]
+  DecodeSchedule decode;  ///< The first split.num_decodes requests.
+  PrefillSchedule
+      prefill;  ///< New tokens among themselves; requests and rows from the first prefill.
+  std::vector<std::int32_t> context_lens;  ///< [prefills]; 0 without query tokens.
   std::vector<ContextChunk> chunks;
-  /// Query token ranges of prefills without context, whose context partial is (0, -inf).
+  /// Query token ranges of prefills without context, whose context partial is (0, -inf). Empty
+  /// without chunks.
   std::vector<IndexRange> empty_token_slices;
   /// The most context rows that one chunk gathers: what the step uses of the workspace.
   std::int32_t peak_context_rows = 0;
 
   bool has_context() const { return !chunks.empty(); }
+  /// The only chunk's partial is the context partial of all prefill tokens: nothing to initialise
+  /// or merge.
+  bool single_context_partial() const { return chunks.size() == 1 && empty_token_slices.empty(); }
   std::string to_text() const;
   std::string to_json() const;
 };

@@ -1,0 +1,213 @@
+// Cuts decode work into items, so that every worker has the same amount.
+//
+// The work of a batch is a line: requests one after the other, each as long as its keys times its
+// query rows. It may be cut between requests and at tiles of keys; worker w gets the stretch
+// between cuts w and w + 1. The largest stretch is what a step waits for, so the smallest possible
+// one is looked for first; then, among all ways to cut the line into such stretches, one with few
+// requests split, since each split costs a merge.
+#include <algorithm>
+#include <limits>
+
+#include "core/check.h"
+#include "fovea/plan.h"
+#include "plan/lengths.h"
+
+namespace fovea {
+namespace {
+
+// A worker may get 1/32 more than its share where that saves splits: well inside the tenth that
+// uneven work may cost, and no more than what threads differ by anyway.
+constexpr std::int64_t kSlackDivisor = 32;
+
+/// The line of work and where it may be cut.
+class WorkLine {
+ public:
+  WorkLine(std::span<const std::int32_t> query_start_loc, std::span<const std::int32_t> seq_lens,
+           std::int64_t kv_tile)
+      : query_start_loc_(query_start_loc), seq_lens_(seq_lens), kv_tile_(kv_tile) {
+    borders_.reserve(seq_lens.size() + 1);
+    borders_.push_back(0);
+    for (std::size_t i = 0; i < seq_lens.size(); ++i) {
+      const std::int64_t work = rows(i) * seq_lens[i];
+      FOVEA_CHECK(work <= std::numeric_limits<std::int64_t>::max() / 4 - borders_.back(),
+                  invalid_argument, "seq_lens[{}] is {}: the batch's work must stay below 2^61", i,
+                  seq_lens[i]);
+      borders_.push_back(borders_.back() + work);
+      const std::int64_t last_piece = seq_lens[i] - max_tiles(i) * kv_tile;
+      longest_gap_ = std::max(longest_gap_, rows(i) * std::max(last_piece, kv_tile));
+    }
+  }
+
+  std::int64_t length() const { return borders_.back(); }
+  /// No two cuts that follow each other lie further apart.
+  std::int64_t longest_gap() const { return longest_gap_; }
+  std::int64_t rows(std::size_t request) const {
+    return std::int64_t{query_start_loc_[request + 1]} - query_start_loc_[request];
+  }
+
+  /// The last cut at or before `position`, the first at or after it. 0 <= position <= length().
+  std::int64_t cut_at_most(std::int64_t position) const {
+    const std::size_t request = request_at(position);
+    if (request == seq_lens_.size()) return length();
+    const std::int64_t tiles = (position - borders_[request]) / tile_work(request);
+    return borders_[request] + std::min(tiles, max_tiles(request)) * tile_work(request);
+  }
+  std::int64_t cut_at_least(std::int64_t position) const {
+    const std::size_t request = request_at(position);
+    if (request == seq_lens_.size()) return length();
+    const std::int64_t work = tile_work(request);
+    const std::int64_t tiles = (position - borders_[request] + work - 1) / work;
+    return tiles <= max_tiles(request) ? borders_[request] + tiles * work : borders_[request + 1];
+  }
+
+  /// A cut in [least, most], which holds one: between requests if it can be, and as near to `ideal`
+  /// as it can.
+  std::int64_t best_cut(std::int64_t least, std::int64_t most, std::int64_t ideal) const {
+    ideal = std::clamp(ideal, least, most);
+    const auto after = std::lower_bound(borders_.begin(), borders_.end(), ideal);
+    std::int64_t below = after == borders_.begin() ? *after : *(after - 1);
+    std::int64_t above = *after;
+    if (below < least && above > most) {
+      below = cut_at_most(ideal);
+      above = cut_at_least(ideal);
+    }
+    if (below < least) return above;
+    if (above > most) return below;
+    return ideal - below <= above - ideal ? below : above;
+  }
+
+ private:
+  /// The request whose stretch [begin, end) holds `position`; their number at the line's end.
+  std::size_t request_at(std::int64_t position) const {
+    const auto after = std::upper_bound(borders_.begin(), borders_.end(), position);
+    return static_cast<std::size_t>(after - borders_.begin()) - 1;
+  }
+  std::int64_t tile_work(std::size_t request) const { return rows(request) * kv_tile_; }
+  /// Tiles that may lie before a cut: the piece behind it has a whole one as well.
+  std::int64_t max_tiles(std::size_t request) const {
+    return std::max<std::int64_t>(seq_lens_[request] / kv_tile_ - 1, 0);
+  }
+
+  std::span<const std::int32_t> query_start_loc_;
+  std::span<const std::int32_t> seq_lens_;
+  std::int64_t kv_tile_;
+  std::vector<std::int64_t> borders_;  ///< [requests + 1] where each request's work starts.
+  std::int64_t longest_gap_ = 0;
+};
+
+/// least[w] is the first cut from which workers w and up reach the line's end with `capacity` each.
+/// False when worker 0 would have to start behind the line's begin.
+bool reach_back(const WorkLine& line, std::int64_t capacity, std::vector<std::int64_t>& least) {
+  std::int64_t position = line.length();
+  least.back() = position;
+  for (std::size_t w = least.size() - 1; w-- > 0;) {
+    position = position <= capacity ? 0 : line.cut_at_least(position - capacity);
+    least[w] = position;
+  }
+  return position == 0;
+}
+
+/// Cuts [workers + 1] of the line.
+std::vector<std::int64_t> cut_evenly(const WorkLine& line, std::int32_t num_workers) {
+  const std::int64_t share = (line.length() + num_workers - 1) / num_workers;
+  std::vector<std::int64_t> least(static_cast<std::size_t>(num_workers) + 1);
+  std::int64_t capacity = share + share / kSlackDivisor;
+  if (!reach_back(line, capacity, least)) {
+    // With a share and a gap each, every worker can take a whole share: that is enough.
+    std::int64_t too_small = capacity;
+    capacity = share + line.longest_gap();
+    while (capacity - too_small > 1) {
+      const std::int64_t middle = too_small + (capacity - too_small) / 2;
+      if (reach_back(line, middle, least)) {
+        capacity = middle;
+      } else {
+        too_small = middle;
+      }
+    }
+    reach_back(line, capacity, least);
+  }
+  std::vector<std::int64_t> cuts(least.size());
+  cuts.back() = line.length();
+  for (std::size_t w = 1; w + 1 < cuts.size(); ++w) {
+    const std::int64_t most = line.cut_at_most(std::min(cuts[w - 1] + capacity, line.length()));
+    // Shares of whole numbers: never more than the exact ideal, without its overflow.
+    const auto done = static_cast<std::int64_t>(w);
+    const std::int64_t ideal =
+        line.length() / num_workers * done + line.length() % num_workers * done / num_workers;
+    cuts[w] = line.best_cut(std::max(least[w], cuts[w - 1]), most, ideal);
+  }
+  return cuts;
+}
+
+/// Appends items to a schedule, request after request.
+class ItemWriter {
+ public:
+  ItemWriter(DecodeSchedule& schedule, std::vector<std::int64_t> cuts)
+      : schedule_(schedule), cuts_(std::move(cuts)) {
+    schedule_.worker_begin.assign(cuts_.size(), 0);
+    schedule_.partial_begin.push_back(0);
+  }
+
+  void append(std::int32_t request, std::int64_t rows, std::int32_t seq_len) {
+    std::vector<WorkItem>& items = schedule_.items;
+    const std::size_t first = items.size();
+    if (rows > 0 && seq_len == 0) items.push_back({request, 0, 0, -1});
+    for (std::int32_t begin = 0; rows > 0 && begin < seq_len;) {
+      while (cuts_[worker_ + 1] == position_) start_worker();
+      const std::int64_t free = (cuts_[worker_ + 1] - position_) / rows;
+      const auto end = static_cast<std::int32_t>(std::min<std::int64_t>(begin + free, seq_len));
+      items.push_back({request, begin, end, -1});
+      position_ += (end - begin) * rows;
+      begin = end;
+    }
+    std::int32_t partial = schedule_.partial_begin.back();
+    if (items.size() - first > 1) {
+      for (std::size_t i = first; i < items.size(); ++i) items[i].partial = partial++;
+    }
+    schedule_.partial_begin.push_back(partial);
+  }
+
+  void finish() {
+    while (worker_ + 1 < cuts_.size()) start_worker();
+  }
+
+ private:
+  void start_worker() {
+    schedule_.worker_begin[++worker_] = static_cast<std::int32_t>(schedule_.items.size());
+  }
+
+  DecodeSchedule& schedule_;
+  const std::vector<std::int64_t> cuts_;
+  std::size_t worker_ = 0;
+  std::int64_t position_ = 0;
+};
+
+}  // namespace
+
+DecodeSchedule schedule_decode(std::span<const std::int32_t> query_start_loc,
+                               std::span<const std::int32_t> seq_lens, const PlanTarget& target) {
+  check_offsets("query_start_loc", query_start_loc);
+  check_lengths("seq_lens", seq_lens);
+  FOVEA_CHECK(query_start_loc.size() == seq_lens.size() + 1, invalid_argument,
+              "query_start_loc has {} entries, must have {}: one more than seq_lens",
+              query_start_loc.size(), seq_lens.size() + 1);
+  check_range("num_workers", target.num_workers, 1, std::int64_t{1} << 20);
+  check_range("decode_kv_tile", target.decode_kv_tile, 1, std::int64_t{1} << 20);
+
+  DecodeSchedule schedule;
+  schedule.query_start_loc.assign(query_start_loc.begin(), query_start_loc.end());
+  schedule.seq_lens.assign(seq_lens.begin(), seq_lens.end());
+  const WorkLine line(query_start_loc, seq_lens, target.decode_kv_tile);
+  schedule.items.reserve(seq_lens.size() + static_cast<std::size_t>(target.num_workers));
+  schedule.partial_begin.reserve(seq_lens.size() + 1);
+  ItemWriter writer(schedule, cut_evenly(line, target.num_workers));
+  for (std::size_t i = 0; i < seq_lens.size(); ++i) {
+    const std::int64_t rows = line.rows(i);
+    schedule.max_query_len = std::max(schedule.max_query_len, static_cast<std::int32_t>(rows));
+    writer.append(static_cast<std::int32_t>(i), rows, seq_lens[i]);
+  }
+  writer.finish();
+  return schedule;
+}
+
+}  // namespace fovea
