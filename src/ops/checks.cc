@@ -119,9 +119,8 @@ void check_output(const Argument& argument, const TensorView& view) {
 void check_disjoint(const Argument& a, const TensorView& view_a, const char* name_b,
                     const TensorView& view_b) {
   FOVEA_CHECK(!overlaps(view_a, view_b), invalid_argument,
-              "{}: {} at {} is {} and shares memory with {} at {}, {}; they must be disjoint", a.op,
-              a.name, fmt::ptr(view_a.data), to_string(view_a), name_b, fmt::ptr(view_b.data),
-              to_string(view_b));
+              "{}: {} is {} and shares memory with {}, {}; they must be disjoint", a.op, a.name,
+              to_string(view_a), name_b, to_string(view_b));
 }
 
 void check_cache(const char* op, const PagedKvCache* cache, std::int64_t row_elements,

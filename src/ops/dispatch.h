@@ -4,7 +4,6 @@
 #include <string>
 
 #include "core/check.h"
-#include "fmt/format.h"
 #include "ops/backend.h"
 
 namespace fovea {
@@ -46,8 +45,8 @@ const Implementation<Params>& select(const OpContext& ctx, const Op<Params>& op,
   std::string reasons;
   for (const Backend* backend : ctx.backends) {
     for (const Implementation<Params>& implementation : backend->*op.implementations) {
-      reasons += fmt::format("; {}/{}: {}", backend->name, implementation.name,
-                             why_declined(implementation, params));
+      reasons += std::string("; ") + backend->name + "/" + implementation.name + ": " +
+                 why_declined(implementation, params);
     }
   }
   fail(ErrorCode::unsupported, "{}: no implementation takes these operands{}", op.name,

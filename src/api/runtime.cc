@@ -1,0 +1,120 @@
+#include "fovea/runtime.h"
+
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "backends/cpu/backend.h"
+#include "backends/reference/backend.h"
+#include "core/check.h"
+
+namespace fovea {
+namespace {
+
+constexpr Isa kIsas[] = {Isa::avx512, Isa::avx2, Isa::scalar};
+
+/// An option, or where it says "auto" what the environment says; "auto" when neither chooses.
+/// `name` is what an error must point at.
+struct Choice {
+  std::string value;
+  std::string name;
+};
+
+Choice choose(const std::string& option, const char* option_name, const char* variable) {
+  if (option != "auto") return {option, option_name};
+  const char* value = std::getenv(variable);
+  if (value == nullptr || *value == '\0') return {"auto", option_name};
+  return {value, variable};
+}
+
+bool wants_cpu(const Choice& backend) {
+  FOVEA_CHECK(backend.value == "auto" || backend.value == "cpu" || backend.value == "reference",
+              invalid_argument, "{} is \"{}\"; it must be auto, cpu or reference", backend.name,
+              backend.value);
+  return backend.value != "reference";
+}
+
+Isa pick_isa(const Choice& choice) {
+  if (choice.value == "auto") return best_isa();
+  std::string available;
+  for (Isa isa : kIsas) {
+    if (cpu_backend(isa)) available += (available.empty() ? "" : ", ") + std::string(name_of(isa));
+  }
+  for (Isa isa : kIsas) {
+    if (choice.value != name_of(isa)) continue;
+    FOVEA_CHECK(cpu_backend(isa) != nullptr, unsupported,
+                "{} is \"{}\", which this processor ({}) lacks; it must be auto or one of {}",
+                choice.name, choice.value, cpu_features(), available);
+    return isa;
+  }
+  fail(ErrorCode::invalid_argument, "{} is \"{}\"; it must be auto, scalar, avx2 or avx512",
+       choice.name, choice.value);
+}
+
+}  // namespace
+
+struct Runtime::State {
+  std::unique_ptr<ThreadPool> owned_pool;
+  Workspace workspace;
+  std::vector<const Backend*> backends;
+  std::string_view backend;
+  std::string_view isa;
+  OpContext context;
+};
+
+Runtime::Runtime(const RuntimeOptions& options) : state_(std::make_unique<State>()) {
+  State& state = *state_;
+  FOVEA_CHECK(options.num_threads >= 0, invalid_argument,
+              "num_threads is {}; it must be 0 (all processors) or positive", options.num_threads);
+  const Choice backend = choose(options.backend, "backend", "FOVEA_BACKEND");
+  const Choice isa = choose(options.isa, "isa", "FOVEA_ISA");
+  if (wants_cpu(backend)) {
+    const Isa picked = pick_isa(isa);
+    state.backends.push_back(cpu_backend(picked));
+    state.backend = "cpu";
+    state.isa = name_of(picked);
+  } else {
+    state.backend = "reference";
+    state.isa = name_of(Isa::scalar);
+  }
+  state.backends.push_back(&reference_backend());
+
+  if (!options.pool) state.owned_pool = make_std_thread_pool(options.num_threads);
+  state.context.pool = options.pool ? options.pool : state.owned_pool.get();
+  state.context.workspace = &state.workspace;
+  state.context.backends = state.backends;
+  state.context.plan_target.num_workers = state.context.pool->num_threads();
+}
+
+Runtime::~Runtime() = default;
+
+const OpContext& Runtime::context() const { return state_->context; }
+std::string_view Runtime::backend() const { return state_->backend; }
+std::string_view Runtime::isa() const { return state_->isa; }
+
+std::string cpu_features() {
+  std::string features;
+#if defined(__x86_64__)
+  // The builtin takes literals only.
+  const struct {
+    const char* name;
+    bool present;
+  } known[] = {
+      {"AVX2", __builtin_cpu_supports("avx2") != 0},
+      {"FMA", __builtin_cpu_supports("fma") != 0},
+      {"F16C", __builtin_cpu_supports("f16c") != 0},
+      {"AVX512F", __builtin_cpu_supports("avx512f") != 0},
+      {"AVX512BW", __builtin_cpu_supports("avx512bw") != 0},
+      {"AVX512DQ", __builtin_cpu_supports("avx512dq") != 0},
+      {"AVX512VL", __builtin_cpu_supports("avx512vl") != 0},
+      {"AVX512_VNNI", __builtin_cpu_supports("avx512vnni") != 0},
+      {"AVX512_BF16", __builtin_cpu_supports("avx512bf16") != 0},
+  };
+  for (const auto& [name, present] : known) {
+    if (present) features += (features.empty() ? "" : " ") + std::string(name);
+  }
+#endif
+  return features.empty() ? "no vector extensions that fovea uses" : features;
+}
+
+}  // namespace fovea

@@ -1,0 +1,39 @@
+#include "backends/reference/backend.h"
+
+#include "backends/reference/kernels.h"
+
+namespace fovea {
+namespace {
+
+// Takes every operand that src/ops lets through.
+template <class Params>
+using Table = Implementation<Params>[1];
+
+constexpr Table<RmsNormParams> kRmsNorm{{"rms_norm", nullptr, nullptr, reference::rms_norm}};
+constexpr Table<RopeParams> kRope{{"rope", nullptr, nullptr, reference::rope}};
+constexpr Table<KvAppendParams> kKvAppend{{"kv_append", nullptr, nullptr, reference::kv_append}};
+constexpr Table<KvGatherParams> kKvGather{{"kv_gather", nullptr, nullptr, reference::kv_gather}};
+constexpr Table<AttentionPrefillParams> kAttentionPrefill{{"attention_prefill", nullptr,
+                                                           reference::attention_prefill_scratch,
+                                                           reference::attention_prefill}};
+constexpr Table<MlaDecodeParams> kMlaDecode{
+    {"mla_decode", nullptr, reference::mla_decode_scratch, reference::mla_decode}};
+constexpr Table<MergeStateParams> kMergeState{
+    {"merge_state", nullptr, nullptr, reference::merge_state}};
+
+constexpr Backend kBackend{
+    .name = "reference",
+    .rms_norm = kRmsNorm,
+    .rope = kRope,
+    .kv_append = kKvAppend,
+    .kv_gather = kKvGather,
+    .attention_prefill = kAttentionPrefill,
+    .mla_decode = kMlaDecode,
+    .merge_state = kMergeState,
+};
+
+}  // namespace
+
+const Backend& reference_backend() { return kBackend; }
+
+}  // namespace fovea

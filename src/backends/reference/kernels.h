@@ -1,0 +1,18 @@
+// The kernels of this backend, for its table.
+#pragma once
+
+#include "fovea/ops.h"
+
+namespace fovea::reference {
+
+void rms_norm(const OpContext& ctx, const RmsNormParams& params);
+void rope(const OpContext& ctx, const RopeParams& params);
+void kv_append(const OpContext& ctx, const KvAppendParams& params);
+void kv_gather(const OpContext& ctx, const KvGatherParams& params);
+void attention_prefill(const OpContext& ctx, const AttentionPrefillParams& params);
+std::int64_t attention_prefill_scratch(const OpContext& ctx, const AttentionPrefillParams& params);
+void mla_decode(const OpContext& ctx, const MlaDecodeParams& params);
+std::int64_t mla_decode_scratch(const OpContext& ctx, const MlaDecodeParams& params);
+void merge_state(const OpContext& ctx, const MergeStateParams& params);
+
+}  // namespace fovea::reference

@@ -1,0 +1,112 @@
+// Ops that treat each row alone.
+#include <cmath>
+
+#include "backends/reference/kernels.h"
+#include "backends/reference/rows.h"
+#include "ops/index_view.h"
+
+namespace fovea::reference {
+namespace {
+
+Row cache_row(const PagedKvCache& cache, std::int64_t block, std::int64_t row) {
+  return {cache.row(block, row), cache.format().dtype, 1, cache.format().row_elements};
+}
+
+}  // namespace
+
+void rms_norm(const OpContext&, const RmsNormParams& p) {
+  const Row weight{p.weight.data, p.weight.dtype, p.weight.strides[0], p.weight.shape[0]};
+  for (std::int64_t t = 0; t < p.x.shape[0]; ++t) {
+    const Row x = row_of(p.x, t);
+    const Row out = row_of(p.out, t);
+    double sum = 0;
+    for (std::int64_t d = 0; d < x.size; ++d) sum += get(x, d) * get(x, d);
+    const double mean = sum / static_cast<double>(x.size);
+    const double scale = 1 / std::sqrt(mean + static_cast<double>(p.eps));
+    for (std::int64_t d = 0; d < x.size; ++d) set(out, d, get(x, d) * scale * get(weight, d));
+  }
+}
+
+void rope(const OpContext&, const RopeParams& p) {
+  const std::int64_t pairs = p.x.shape[2] / 2;
+  for (std::int64_t t = 0; t < p.x.shape[0]; ++t) {
+    const Row cos_sin = row_of(p.cos_sin, index_at(p.positions, t));
+    for (std::int64_t n = 0; n < p.x.shape[1]; ++n) {
+      const Row x = row_of(p.x, t, n);
+      for (std::int64_t i = 0; i < pairs; ++i) {
+        const bool neox = p.pairing == RopePairing::neox;
+        const std::int64_t first = neox ? i : 2 * i;
+        const std::int64_t second = neox ? i + pairs : 2 * i + 1;
+        const double cos = get(cos_sin, i);
+        const double sin = get(cos_sin, pairs + i);
+        const double a = get(x, first);
+        const double b = get(x, second);
+        set(x, first, a * cos - b * sin);
+        set(x, second, b * cos + a * sin);
+      }
+    }
+  }
+}
+
+void kv_append(const OpContext&, const KvAppendParams& p) {
+  const PagedKvCache& cache = *p.cache;
+  const std::int64_t latent = p.kv_c.shape[1];
+  for (std::int64_t t = 0; t < p.kv_c.shape[0]; ++t) {
+    const std::int64_t slot = index_at(p.slot_mapping, t);
+    if (slot == -1) continue;
+    const Row row = cache_row(cache, slot / cache.block_size(), slot % cache.block_size());
+    copy(row_of(p.kv_c, t), part_of(row, 0, latent));
+    copy(row_of(p.k_pe, t), part_of(row, latent, row.size));
+  }
+}
+
+void kv_gather(const OpContext&, const KvGatherParams& p) {
+  const PagedKvCache& cache = *p.cache;
+  std::int64_t out_row = 0;
+  for (std::size_t i = 0; i < p.seq_lens.size(); ++i) {
+    const std::int32_t* blocks =
+        p.block_table.data + static_cast<std::int64_t>(i) * p.block_table.stride;
+    for (std::int64_t k = 0; k < p.seq_lens[i]; ++k) {
+      const std::int64_t position = p.starts[i] + k;
+      copy(cache_row(cache, blocks[position / cache.block_size()], position % cache.block_size()),
+           row_of(p.out, out_row++));
+    }
+  }
+}
+
+void merge_state(const OpContext&, const MergeStateParams& p) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  const auto is_empty = [&](double lse) { return std::abs(lse) == infinity; };
+  const std::int64_t width = p.prefix.out.shape[2];
+  for (std::int64_t t = 0; t < p.prefix.out.shape[0]; ++t) {
+    for (std::int64_t n = 0; n < p.prefix.out.shape[1]; ++n) {
+      const Row prefix = row_of(p.prefix.out, t, n);
+      const Row suffix = row_of(p.suffix.out, t, n);
+      const Row result = row_of(p.result.out, t, n);
+      const double prefix_lse = *p.prefix.lse.ptr<float>({n, t});
+      const double suffix_lse = *p.suffix.lse.ptr<float>({n, t});
+      double lse = -infinity;
+      if (is_empty(prefix_lse) && is_empty(suffix_lse)) {
+        for (std::int64_t d = 0; d < width; ++d) set(result, d, 0);
+      } else if (is_empty(suffix_lse)) {
+        copy(prefix, result);
+        lse = prefix_lse;
+      } else if (is_empty(prefix_lse)) {
+        copy(suffix, result);
+        lse = suffix_lse;
+      } else {
+        const double max = std::fmax(prefix_lse, suffix_lse);
+        const double prefix_weight = std::exp(prefix_lse - max);
+        const double suffix_weight = std::exp(suffix_lse - max);
+        const double sum = prefix_weight + suffix_weight;
+        for (std::int64_t d = 0; d < width; ++d) {
+          set(result, d, (prefix_weight * get(prefix, d) + suffix_weight * get(suffix, d)) / sum);
+        }
+        lse = max + std::log(sum);
+      }
+      if (p.result.lse) *p.result.lse.ptr<float>({n, t}) = static_cast<float>(lse);
+    }
+  }
+}
+
+}  // namespace fovea::reference
