@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <list>
 #include <optional>
 #include <span>
 #include <unordered_map>
@@ -18,7 +17,9 @@ struct BlockHash {
 };
 
 /// Hash of a block that follows `parent` (default-constructed for the first block). 128 bits, so
-/// that two different prefixes of a pool's lifetime practically never share one.
+/// that two different prefixes of a pool's lifetime practically never share one. Blocks that differ
+/// in one token alone never do. Not cryptographic: who serves strangers that might construct
+/// collisions starts from a secret parent.
 BlockHash hash_block(const BlockHash& parent, std::span<const std::int32_t> token_ids);
 
 /// Reference-counted block ids 0 to num_blocks - 1. A published block whose last reference goes
@@ -43,8 +44,12 @@ class BlockPool {
   void release(std::int32_t block);
   std::int32_t ref_count(std::int32_t block) const;
 
-  /// Makes a referenced block findable. The first block published under a hash stays the one.
-  void publish(std::int32_t block, const BlockHash& hash);
+  /// Makes a referenced block findable. The first block published under a hash stays the one, and
+  /// the first hash of a block stays its own. True when the block is now findable under `hash`.
+  bool publish(std::int32_t block, const BlockHash& hash);
+  /// Makes a referenced block unfindable, before its content changes.
+  void unpublish(std::int32_t block);
+  bool is_published(std::int32_t block) const;
   /// The block published under `hash`, with one more reference; nothing when there is none.
   std::optional<std::int32_t> find(const BlockHash& hash);
 
@@ -54,14 +59,22 @@ class BlockPool {
       return static_cast<std::size_t>(hash.low);
     }
   };
+  /// A block's neighbours among the cached ones without a reference.
+  struct Link {
+    std::int32_t previous;
+    std::int32_t next;
+  };
+  void check_id(std::int32_t block, const char* call) const;
   void check_referenced(std::int32_t block, const char* call) const;
+  void push_cached(std::int32_t block);
+  void take_cached(std::int32_t block);
 
   std::int64_t block_size_;
   std::int64_t num_evictions_ = 0;
+  std::int64_t num_cached_ = 0;
   std::vector<std::int32_t> ref_counts_;
-  std::vector<std::int32_t> unused_;           ///< Free ids without content, last one first.
-  std::list<std::int32_t> cached_;             ///< Free ids with content, next to go first.
-  std::vector<std::list<std::int32_t>::iterator> cached_at_;
+  std::vector<std::int32_t> unused_;  ///< Free ids without content, last one first.
+  std::vector<Link> links_;  ///< A ring in order of release; the last element is its anchor.
   std::vector<std::optional<BlockHash>> hashes_;
   std::unordered_map<BlockHash, std::int32_t, Hasher> published_;
 };
@@ -79,22 +92,25 @@ class BlockTable {
     return static_cast<std::int64_t>(blocks_.size()) * pool_->block_size();
   }
 
-  /// Takes over references that the caller holds, from BlockPool::find.
+  /// Appends a block and takes over the reference that the caller holds, from BlockPool::find.
   void adopt(std::int32_t block) { blocks_.push_back(block); }
   /// Allocates until `num_tokens` fit. False, with nothing changed, when the pool lacks the blocks.
   bool grow_to(std::int64_t num_tokens);
-  /// Releases the blocks that `num_tokens` tokens do not need.
+  /// Releases the blocks that `num_tokens` tokens do not need, the last one first: of a cached
+  /// prefix the end is given up before the start, without which the end cannot be found.
   void shrink_to(std::int64_t num_tokens);
   /// A second table on the same blocks.
   BlockTable fork() const;
   /// What must be copied before `position` may be written: when its block is shared, the table gets
-  /// a block of its own. Throws Error(resource_exhausted) when none is free.
+  /// a block of its own. A block that is this table's alone is written in place, and no longer
+  /// findable. Throws Error(resource_exhausted) when none is free.
   struct BlockCopy {
     std::int32_t src;
     std::int32_t dst;
   };
   std::optional<BlockCopy> make_writable(std::int64_t position);
-  /// Slot ids of tokens [begin, begin + slots.size()). Throws Error(invalid_argument) past capacity().
+  /// Slot ids of tokens [begin, begin + slots.size()). Throws Error(invalid_argument) past
+  /// capacity().
   void slots(std::int64_t begin, std::span<std::int64_t> slots) const;
   void clear();
 

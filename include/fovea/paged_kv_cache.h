@@ -22,14 +22,15 @@ struct KvFormat {
 /// Where the rows of a cache lie. All in bytes; 64-bit.
 struct KvCacheLayout {
   std::int64_t num_blocks = 0;
-  std::int64_t block_size = 0;    ///< Tokens per block, from 1 up.
-  std::int64_t row_stride = 0;    ///< Bytes from a token to the next; 0 takes format.row_bytes().
-  std::int64_t block_stride = 0;  ///< Bytes from a block to the next; 0 takes block_size * row_stride.
+  std::int64_t block_size = 0;  ///< Tokens per block, from 1 up.
+  std::int64_t row_stride = 0;  ///< Bytes from a token to the next; 0 takes format.row_bytes().
+  std::int64_t block_stride =
+      0;  ///< Bytes from a block to the next; 0 takes block_size * row_stride.
   std::int64_t storage_offset = 0;  ///< Bytes from the base pointer to block 0.
 };
 
-/// A pool of blocks of one format: owning, or a view of foreign memory. Copies are views of the same
-/// memory. Slot s is row s % block_size of block s / block_size.
+/// A pool of blocks of one format: owning, or a view of foreign memory. Copies are views of the
+/// same memory. Slot s is row s % block_size of block s / block_size.
 class PagedKvCache {
  public:
   PagedKvCache() = default;

@@ -1,0 +1,130 @@
+#include "fovea/block_pool.h"
+
+#include <limits>
+
+#include "core/check.h"
+
+namespace fovea {
+namespace {
+
+std::size_t at(std::int32_t block) { return static_cast<std::size_t>(block); }
+
+}  // namespace
+
+BlockPool::BlockPool(std::int64_t num_blocks, std::int64_t block_size) : block_size_(block_size) {
+  // The ring's anchor takes one id more.
+  constexpr std::int64_t kMaxBlocks = std::numeric_limits<std::int32_t>::max() - 1;
+  FOVEA_CHECK(num_blocks >= 0 && num_blocks <= kMaxBlocks, invalid_argument,
+              "num_blocks is {}, but must be in [0, {}]", num_blocks, kMaxBlocks);
+  FOVEA_CHECK(block_size >= 1, invalid_argument, "block_size is {}, but must be at least 1",
+              block_size);
+  const auto count = static_cast<std::size_t>(num_blocks);
+  const auto anchor = static_cast<std::int32_t>(num_blocks);
+  ref_counts_.assign(count, 0);
+  hashes_.assign(count, std::nullopt);
+  links_.assign(count + 1, Link{anchor, anchor});
+  published_.reserve(count);
+  unused_.reserve(count);
+  for (std::int32_t block = anchor - 1; block >= 0; --block) unused_.push_back(block);
+}
+
+std::int64_t BlockPool::num_free() const {
+  return static_cast<std::int64_t>(unused_.size()) + num_cached_;
+}
+
+void BlockPool::check_id(std::int32_t block, const char* call) const {
+  FOVEA_CHECK(block >= 0 && block < num_blocks(), invalid_argument,
+              "{}: block is {}, but must be in [0, {})", call, block, num_blocks());
+}
+
+void BlockPool::check_referenced(std::int32_t block, const char* call) const {
+  check_id(block, call);
+  FOVEA_CHECK(ref_counts_[at(block)] > 0, invalid_argument,
+              "{}: block {} is free, but must have a reference", call, block);
+}
+
+void BlockPool::push_cached(std::int32_t block) {
+  const auto anchor = static_cast<std::int32_t>(num_blocks());
+  const std::int32_t last = links_[at(anchor)].previous;
+  links_[at(block)] = {last, anchor};
+  links_[at(last)].next = block;
+  links_[at(anchor)].previous = block;
+  ++num_cached_;
+}
+
+void BlockPool::take_cached(std::int32_t block) {
+  const Link link = links_[at(block)];
+  links_[at(link.previous)].next = link.next;
+  links_[at(link.next)].previous = link.previous;
+  --num_cached_;
+}
+
+std::optional<std::int32_t> BlockPool::allocate() {
+  std::int32_t block = -1;
+  if (!unused_.empty()) {
+    block = unused_.back();
+    unused_.pop_back();
+  } else if (num_cached_ > 0) {
+    block = links_.back().next;
+    take_cached(block);
+    published_.erase(*hashes_[at(block)]);
+    hashes_[at(block)].reset();
+    ++num_evictions_;
+  } else {
+    return std::nullopt;
+  }
+  ref_counts_[at(block)] = 1;
+  return block;
+}
+
+void BlockPool::retain(std::int32_t block) {
+  check_referenced(block, "retain");
+  ++ref_counts_[at(block)];
+}
+
+void BlockPool::release(std::int32_t block) {
+  check_referenced(block, "release");
+  if (--ref_counts_[at(block)] > 0) return;
+  if (hashes_[at(block)]) {
+    push_cached(block);
+  } else {
+    unused_.push_back(block);
+  }
+}
+
+std::int32_t BlockPool::ref_count(std::int32_t block) const {
+  check_id(block, "ref_count");
+  return ref_counts_[at(block)];
+}
+
+bool BlockPool::publish(std::int32_t block, const BlockHash& hash) {
+  check_referenced(block, "publish");
+  std::optional<BlockHash>& own = hashes_[at(block)];
+  if (own) return *own == hash;
+  if (!published_.emplace(hash, block).second) return false;
+  own = hash;
+  return true;
+}
+
+void BlockPool::unpublish(std::int32_t block) {
+  check_referenced(block, "unpublish");
+  std::optional<BlockHash>& own = hashes_[at(block)];
+  if (!own) return;
+  published_.erase(*own);
+  own.reset();
+}
+
+bool BlockPool::is_published(std::int32_t block) const {
+  check_id(block, "is_published");
+  return hashes_[at(block)].has_value();
+}
+
+std::optional<std::int32_t> BlockPool::find(const BlockHash& hash) {
+  const auto found = published_.find(hash);
+  if (found == published_.end()) return std::nullopt;
+  const std::int32_t block = found->second;
+  if (ref_counts_[at(block)]++ == 0) take_cached(block);
+  return block;
+}
+
+}  // namespace fovea
