@@ -17,13 +17,18 @@ namespace fovea {
 
 // ---------------------------------------------------------------- workloads
 
-/// A request before it is served. Its tokens are functions of (seed, index, k), see token ids below.
+/// A request before it is served. Its tokens are functions of (seed, index, k), see token_id.
 struct RequestSpec {
-  double arrival_s = 0;             ///< Seconds from the first request.
-  std::int32_t prompt_tokens = 0;   ///< At least 1.
-  std::int32_t answer_tokens = 0;   ///< At least 1.
-  std::int32_t prefix_group = -1;   ///< Requests of one group share their first prefix_tokens ids.
-  std::int32_t prefix_tokens = 0;
+  double arrival_s = 0;  ///< Seconds from the first request.
+  /// Real services log empty prompts and answers: files may hold 0, which the engine refuses.
+  std::int32_t prompt_tokens = 0;
+  std::int32_t answer_tokens = 0;
+  /// Requests of one group have equal ids as far as both of their prefixes reach. -1: no group.
+  std::int32_t prefix_group = -1;
+  std::int32_t prefix_tokens = 0;  ///< At most prompt_tokens.
+
+  /// Tokens that go through the layers: the last answer token is produced, never read.
+  std::int64_t computed_tokens() const { return std::int64_t{prompt_tokens} + answer_tokens - 1; }
 };
 
 struct Workload {
@@ -37,11 +42,11 @@ struct Workload {
 };
 
 /// Lengths like a chat service's: log-normal, prompt median 1020 with 90 % below 2734, answer median
-/// 129 with 90 % below 424, Poisson arrivals; a part of the requests share prefixes.
+/// 129 with 90 % below 424; one request a second on average, Poisson; a third share prefixes.
 Workload generate_workload(std::int64_t num_requests, std::uint64_t seed);
 /// JSONL with prompt_tokens, answer_tokens and optionally arrival_s, prefix_group, prefix_tokens; or
-/// CSV with TIMESTAMP,ContextTokens,GeneratedTokens. `limit` < 0: all. Throws Error(corrupt_file)
-/// that names file, line and field.
+/// CSV with TIMESTAMP,ContextTokens,GeneratedTokens. The first `limit` requests; < 0: all. Throws
+/// Error(corrupt_file) that names file, line and field.
 Workload load_workload(const std::string& path, std::int64_t limit, std::uint64_t seed);
 
 // ---------------------------------------------------------------- serving
@@ -54,7 +59,7 @@ enum class Arrivals : std::uint8_t {
 
 struct EngineOptions {
   std::int64_t block_size = 16;
-  std::int64_t num_blocks = 0;       ///< 0: what max_num_seqs of the workload's requests need at most.
+  std::int64_t num_blocks = 0;       ///< 0: what the max_num_seqs longest requests need together.
   std::int64_t max_num_seqs = 32;    ///< Requests in a step.
   std::int64_t token_budget = 2048;  ///< Rows in a step, decodes included.
   std::int64_t workspace_rows = 0;   ///< Context rows of a chunk, honoured exactly; 0: the formula.
@@ -72,8 +77,11 @@ struct LayerTrace {
   const PagedKvCache* cache = nullptr;  ///< After the step's rows were appended.
   TensorView input;                  ///< [T, H] the residual stream, before input_layernorm.
   TensorView output;                 ///< [T, H] after o_proj, before the residual.
-  std::span<const std::int64_t> positions;     ///< [T]
-  std::span<const std::int32_t> request_of;    ///< [requests of the batch] workload index.
+  std::span<const std::int64_t> positions;        ///< [T]
+  std::span<const std::int32_t> query_start_loc;  ///< [requests of the batch + 1] into the rows.
+  std::span<const std::int32_t> seq_lens;         ///< [requests of the batch]
+  std::span<const std::int32_t> request_of;       ///< [requests of the batch] workload index.
+  const Workload* workload = nullptr;
 };
 
 /// Called between ops by the serving thread; what it does is not counted in the times.
