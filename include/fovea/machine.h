@@ -1,0 +1,17 @@
+// What this machine can do at most, measured, to compare kernels with.
+#pragma once
+
+#include "fovea/op_context.h"
+
+namespace fovea {
+
+struct MachinePeaks {
+  double f32_fma_gflops = 0;  ///< Independent fused multiply-adds in registers, all threads.
+  double read_gbps = 0;       ///< Streaming reads of memory larger than the caches, all threads.
+};
+
+/// With the context's threads and instruction set; a fraction of a second. Allocates. When the
+/// machine is shared, measure before and after what is compared.
+MachinePeaks measure_peaks(const OpContext& ctx);
+
+}  // namespace fovea

@@ -1,0 +1,110 @@
+// Attention of query rows that share keys: tiles, visibility, and the state between tiles.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "backends/cpu/kernels.h"
+#include "backends/cpu/rows.h"
+#include "variants/visibility.h"
+
+namespace fovea::cpu {
+
+/// Rows that are worked on together share each tile's conversion to f32. Beyond this many that
+/// saves nothing more, and their queries and sums would only take memory (2.4 MB for 576 and 512
+/// channels).
+inline constexpr std::int64_t kMaxRows = 512;
+
+struct AttendShape {
+  std::int64_t qk_channels = 0;
+  std::int64_t v_channels = 0;
+  std::int64_t max_rows = 0;    ///< At most kMaxRows.
+  bool values_in_keys = false;  ///< A value is the first v_channels of its key.
+};
+
+/// Rows [first_row, first_row + count) of the [query token][rows_per_query] rows of a sequence.
+struct QueryRows {
+  std::int64_t count = 0;
+  std::int64_t rows_per_query = 1;
+  std::int64_t first_row = 0;
+  SequenceExtent extent;
+  /// Query token of row `row`, counted from first_row.
+  std::int64_t query_of(std::int64_t row) const { return (first_row + row) / rows_per_query; }
+};
+
+/// Queries, running softmax and sums of up to max_rows rows, and one tile of keys and values.
+class AttendState {
+ public:
+  /// Of memory, aligned to Workspace::kAlignment.
+  static std::int64_t bytes(const AttendShape& shape);
+  AttendState(const Kernels& kernels, const AttendShape& shape, std::byte* memory);
+
+  /// Starts over with `rows` rows that have seen no key. Then set_query for each.
+  void begin(std::int64_t rows);
+  /// Room for a row's qk_channels, to be filled before set_query.
+  float* query_buffer() { return query_; }
+  /// The buffer times `factor`, which holds log2(e).
+  void set_query(std::int64_t row, float factor);
+
+  /// Where token `token` of a tile goes, token by token from 0 on: each may write 15 elements more.
+  float* key(std::int64_t token) { return k_ + token * k_stride_; }
+  float* value(std::int64_t token) { return v_ + token * v_stride_; }
+
+  /// Rows [row, row + count), one block, against the tile, whose tokens are `keys`.
+  void attend(std::int64_t row, std::int64_t count, const KeyInterval& keys);
+  /// The same where each row sees the first keys only, up to its visible_keys.
+  void attend_border(std::int64_t row, std::int64_t count, const KeyInterval& keys,
+                     const QueryRows& queries, const AttentionVariant& variant);
+
+  /// The output of a row, and its lse as result.
+  float finish(std::int64_t row, const Row& out) const;
+
+ private:
+  AttendTile tile(std::int64_t row, std::int64_t count, const KeyInterval& keys) const;
+
+  const Kernels& kernels_;
+  AttendShape shape_;
+  std::int64_t k_stride_;
+  std::int64_t v_stride_;
+  std::int64_t out_stride_;
+  float* q_;        ///< [max rows / lanes][qk_channels][lanes]
+  float* out_;      ///< [max rows][out_stride]
+  float* row_max_;  ///< [max rows]
+  float* row_sum_;  ///< [max rows]
+  float* limit_;    ///< [kBlockRows]
+  float* scores_;   ///< [kBlockRows / lanes][kTileTokens][lanes]
+  float* query_;    ///< [qk_channels]
+  float* k_;        ///< [kTileTokens][k_stride]
+  float* v_;        ///< [kTileTokens][v_stride]; k_ when values are in the keys.
+};
+
+/// All rows of `state` against those of `keys` that they see. `load_tile(interval)` fills key(i)
+/// and value(i) for i in [0, interval.size()), at most kTileTokens; it is never asked for a key
+/// that no row sees.
+template <class LoadTile>
+void attend_keys(AttendState& state, const QueryRows& queries, const AttentionVariant& variant,
+                 const KeyInterval& keys, LoadTile&& load_tile) {
+  const QueryInterval all{queries.query_of(0), queries.query_of(queries.count - 1) + 1};
+  const KeyInterval visible = intersect(keys, visible_to_any(variant, all, queries.extent));
+  for (std::int64_t begin = visible.begin; begin < visible.end; begin += kTileTokens) {
+    const KeyInterval tile{begin, std::min(begin + kTileTokens, visible.end)};
+    load_tile(tile);
+    for (std::int64_t row = 0; row < queries.count; row += kBlockRows) {
+      const std::int64_t count = std::min(kBlockRows, queries.count - row);
+      const QueryInterval block{queries.query_of(row), queries.query_of(row + count - 1) + 1};
+      switch (classify_tile(variant, block, tile, queries.extent)) {
+        case TileVisibility::skipped:
+          break;
+        case TileVisibility::full:
+          state.attend(row, count, tile);
+          break;
+        case TileVisibility::border:
+          state.attend_border(row, count, tile, queries, variant);
+          break;
+      }
+    }
+  }
+}
+
+}  // namespace fovea::cpu

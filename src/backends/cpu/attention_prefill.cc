@@ -1,0 +1,132 @@
+#include <algorithm>
+#include <atomic>
+#include <numbers>
+
+#include "backends/cpu/attend.h"
+#include "backends/cpu/ops.h"
+#include "backends/cpu/rows.h"
+
+namespace fovea::cpu {
+namespace {
+
+AttendShape shape_of(const AttentionPrefillParams& params) {
+  std::int64_t rows = 0;
+  for (const PrefillTile& tile : params.schedule->tiles) {
+    rows = std::max<std::int64_t>(rows, tile.query_end - tile.query_begin);
+  }
+  return {.qk_channels = params.q.shape[2],
+          .v_channels = params.v.shape[2],
+          .max_rows = std::min(rows, kMaxRows)};
+}
+
+/// A task is a query tile of one head.
+std::int64_t num_tasks(const AttentionPrefillParams& params) {
+  return static_cast<std::int64_t>(params.schedule->tiles.size()) * params.q.shape[1];
+}
+
+/// Tasks outnumber threads, and each thread has one state.
+std::int64_t num_states(const OpContext& ctx, const AttentionPrefillParams& params) {
+  return std::min<std::int64_t>(ctx.pool->num_threads(), num_tasks(params));
+}
+
+/// Where a request's rows lie.
+struct Request {
+  std::int64_t first_query;
+  std::int64_t first_key;
+  SequenceExtent extent;
+};
+
+Request request_of(const PrefillSchedule& schedule, std::int32_t request) {
+  const auto r = static_cast<std::size_t>(request);
+  const std::int64_t q = schedule.cu_seqlens_q[r];
+  const std::int64_t k = schedule.cu_seqlens_k[r];
+  return {q, k, {schedule.cu_seqlens_q[r + 1] - q, schedule.cu_seqlens_k[r + 1] - k}};
+}
+
+class Prefill {
+ public:
+  Prefill(const Kernels& kernels, const AttentionPrefillParams& params, const AttendShape& shape)
+      : kernels_(kernels),
+        params_(params),
+        shape_(shape),
+        rope_dim_(params.k_pe ? params.k_pe.shape[1] : 0),
+        heads_per_kv_head_(params.q.shape[1] / params.k.shape[1]) {}
+
+  void run_task(AttendState& state, std::int64_t task) const {
+    const std::int64_t heads = params_.q.shape[1];
+    // Heads of a tile follow each other: those of a key head find its rows in the cache.
+    const PrefillTile& tile = params_.schedule->tiles[static_cast<std::size_t>(task / heads)];
+    for (std::int64_t q = tile.query_begin; q < tile.query_end; q += shape_.max_rows) {
+      const std::int64_t count = std::min(shape_.max_rows, tile.query_end - q);
+      attend_rows(state, request_of(*params_.schedule, tile.request), q, count, task % heads);
+    }
+  }
+
+ private:
+  /// Query rows [query, query + count) of the request, head `head`.
+  void attend_rows(AttendState& state, const Request& request, std::int64_t query,
+                   std::int64_t count, std::int64_t head) const {
+    state.begin(count);
+    for (std::int64_t r = 0; r < count; ++r) {
+      const Row q = row_of(params_.q, {request.first_query + query + r, head});
+      load_row(kernels_, q, shape_.qk_channels, state.query_buffer());
+      state.set_query(r, params_.sm_scale * std::numbers::log2e_v<float>);
+    }
+    const std::int64_t kv_head = head / heads_per_kv_head_;
+    const QueryRows queries{.count = count, .first_row = query, .extent = request.extent};
+    attend_keys(state, queries, params_.variant, {0, request.extent.num_keys},
+                [&](const KeyInterval& tile) { load_tile(state, request, kv_head, tile); });
+    for (std::int64_t r = 0; r < count; ++r) {
+      const std::int64_t t = request.first_query + query + r;
+      const float lse = state.finish(r, row_of(params_.out, {t, head}));
+      if (params_.lse) *params_.lse.ptr<float>({head, t}) = lse;
+    }
+  }
+
+  void load_tile(AttendState& state, const Request& request, std::int64_t kv_head,
+                 const KeyInterval& tile) const {
+    const std::int64_t own_dim = shape_.qk_channels - rope_dim_;
+    for (std::int64_t i = 0; i < tile.size(); ++i) {
+      const std::int64_t t = request.first_key + tile.begin + i;
+      load_row(kernels_, row_of(params_.k, {t, kv_head}), own_dim, state.key(i));
+      if (rope_dim_ > 0) {
+        load_row(kernels_, row_of(params_.k_pe, {t}), rope_dim_, state.key(i) + own_dim);
+      }
+      load_row(kernels_, row_of(params_.v, {t, kv_head}), shape_.v_channels, state.value(i));
+    }
+  }
+
+  const Kernels& kernels_;
+  const AttentionPrefillParams& params_;
+  AttendShape shape_;
+  std::int64_t rope_dim_;
+  std::int64_t heads_per_kv_head_;
+};
+
+}  // namespace
+
+std::int64_t attention_prefill_bytes(const OpContext& ctx, const AttentionPrefillParams& params) {
+  return Workspace::rounded(num_states(ctx, params) * AttendState::bytes(shape_of(params)));
+}
+
+void attention_prefill(const Kernels& kernels, const OpContext& ctx,
+                       const AttentionPrefillParams& params) {
+  const AttendShape shape = shape_of(params);
+  const std::int64_t states = num_states(ctx, params);
+  const std::int64_t state_bytes = AttendState::bytes(shape);
+  WorkspaceScope scope(*ctx.workspace);
+  std::byte* memory = scope.take_bytes(states * state_bytes);
+  const Prefill prefill(kernels, params, shape);
+  const std::int64_t tasks = num_tasks(params);
+  std::atomic<std::int64_t> next_task{0};
+  ctx.pool->run(states, [&](std::int64_t i) {
+    AttendState state(kernels, shape, memory + i * state_bytes);
+    for (;;) {
+      const std::int64_t task = next_task.fetch_add(1, std::memory_order_relaxed);
+      if (task >= tasks) return;
+      prefill.run_task(state, task);
+    }
+  });
+}
+
+}  // namespace fovea::cpu

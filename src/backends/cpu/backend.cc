@@ -1,0 +1,72 @@
+#include "backends/cpu/backend.h"
+
+#include "backends/cpu/kernels.h"
+#include "backends/cpu/ops.h"
+
+namespace fovea {
+namespace {
+
+constexpr char kScalar[] = "scalar";
+constexpr char kAvx2[] = "avx2";
+constexpr char kAvx512[] = "avx512";
+
+/// An op over one instruction set's kernels.
+template <const cpu::Kernels& kernels, class Params,
+          void (*op)(const cpu::Kernels&, const OpContext&, const Params&)>
+void run(const OpContext& ctx, const Params& params) {
+  op(kernels, ctx, params);
+}
+
+/// Every op takes every compute dtype, width and stride: none declines.
+template <const char* isa, const cpu::Kernels& kernels>
+struct Table {
+  static constexpr Implementation<RmsNormParams> kRmsNorm{
+      isa, nullptr, nullptr, run<kernels, RmsNormParams, cpu::rms_norm>};
+  static constexpr Implementation<RopeParams> kRope{isa, nullptr, nullptr,
+                                                    run<kernels, RopeParams, cpu::rope>};
+  static constexpr Implementation<KvAppendParams> kKvAppend{
+      isa, nullptr, nullptr, run<kernels, KvAppendParams, cpu::kv_append>};
+  static constexpr Implementation<KvGatherParams> kKvGather{
+      isa, nullptr, nullptr, run<kernels, KvGatherParams, cpu::kv_gather>};
+  static constexpr Implementation<AttentionPrefillParams> kAttentionPrefill{
+      isa, nullptr, cpu::attention_prefill_bytes,
+      run<kernels, AttentionPrefillParams, cpu::attention_prefill>};
+  static constexpr Implementation<MlaDecodeParams> kMlaDecode{
+      isa, nullptr, cpu::mla_decode_bytes, run<kernels, MlaDecodeParams, cpu::mla_decode>};
+  static constexpr Implementation<MergeStateParams> kMergeState{
+      isa, nullptr, nullptr, run<kernels, MergeStateParams, cpu::merge_state>};
+
+  static constexpr Backend kBackend{
+      .name = "cpu",
+      .rms_norm = {&kRmsNorm, 1},
+      .rope = {&kRope, 1},
+      .kv_append = {&kKvAppend, 1},
+      .kv_gather = {&kKvGather, 1},
+      .attention_prefill = {&kAttentionPrefill, 1},
+      .mla_decode = {&kMlaDecode, 1},
+      .merge_state = {&kMergeState, 1},
+  };
+};
+
+}  // namespace
+
+const Backend* cpu_backend(Isa isa) {
+  if (!has_isa(isa)) return nullptr;
+  switch (isa) {
+    case Isa::scalar:
+      return &Table<kScalar, cpu::scalar::kKernels>::kBackend;
+#if defined(__x86_64__)
+    case Isa::avx2:
+      return &Table<kAvx2, cpu::avx2::kKernels>::kBackend;
+    case Isa::avx512:
+      return &Table<kAvx512, cpu::avx512::kKernels>::kBackend;
+#else
+    case Isa::avx2:
+    case Isa::avx512:
+      break;
+#endif
+  }
+  return nullptr;
+}
+
+}  // namespace fovea

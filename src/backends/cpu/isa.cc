@@ -1,0 +1,44 @@
+#include "backends/cpu/isa.h"
+
+namespace fovea {
+
+bool has_isa(Isa isa) {
+  switch (isa) {
+    case Isa::scalar:
+      return true;
+#if defined(__x86_64__)
+    // These answer for the operating system as well: it must save the wide registers.
+    case Isa::avx2:
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+             __builtin_cpu_supports("f16c");
+    case Isa::avx512:
+      return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#else
+    case Isa::avx2:
+    case Isa::avx512:
+      return false;
+#endif
+  }
+  return false;
+}
+
+Isa best_isa() {
+  if (has_isa(Isa::avx512)) return Isa::avx512;
+  if (has_isa(Isa::avx2)) return Isa::avx2;
+  return Isa::scalar;
+}
+
+std::string_view name_of(Isa isa) {
+  switch (isa) {
+    case Isa::scalar:
+      return "scalar";
+    case Isa::avx2:
+      return "avx2";
+    case Isa::avx512:
+      return "avx512";
+  }
+  return "";
+}
+
+}  // namespace fovea

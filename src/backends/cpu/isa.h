@@ -1,0 +1,22 @@
+// Instruction set levels that the kernels are built for.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+namespace fovea {
+
+enum class Isa : std::uint8_t {
+  scalar,  ///< What the compiler assumes of every processor; runs anywhere.
+  avx2,    ///< AVX2, FMA and F16C.
+  avx512,  ///< AVX-512 F, BW, DQ and VL.
+};
+
+/// Whether this library has kernels for `isa` and this processor and system run them.
+bool has_isa(Isa isa);
+/// The highest level here.
+Isa best_isa();
+
+std::string_view name_of(Isa isa);
+
+}  // namespace fovea

@@ -1,0 +1,18 @@
+// The instruction set's table, after all kernels.
+
+namespace fovea::cpu::FOVEA_CPU_ISA {
+
+const Kernels kKernels = {
+    kLanes,
+    {load_row<float>, load_row<Float16>, load_row<BFloat16>},
+    {store_row<float>, store_row<Float16>, store_row<BFloat16>},
+    {sum_squares<float>, sum_squares<Float16>, sum_squares<BFloat16>},
+    {scale_by_weight<float>, scale_by_weight<Float16>, scale_by_weight<BFloat16>},
+    {rotate<float>, rotate<Float16>, rotate<BFloat16>},
+    add_weighted,
+    attend,
+    multiply_add_rounds,
+    sum,
+};
+
+}  // namespace fovea::cpu::FOVEA_CPU_ISA

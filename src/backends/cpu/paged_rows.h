@@ -1,0 +1,39 @@
+// The rows of one request in a paged cache: the only place that sees block tables and block sizes.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "backends/cpu/rows.h"
+#include "fovea/ops.h"
+#include "variants/visibility.h"
+
+namespace fovea::cpu {
+
+class PagedRows {
+ public:
+  PagedRows(const PagedKvCache& cache, const BlockTableView& table, std::int64_t request)
+      : cache_(cache), blocks_(table.data + request * table.stride) {}
+
+  /// Calls fn(position, row) for `positions` in order. Nothing else is read.
+  template <class F>
+  void for_each(const KeyInterval& positions, F&& fn) const {
+    const std::int64_t block_size = cache_.block_size();
+    const DType dtype = cache_.format().dtype;
+    for (std::int64_t position = positions.begin; position < positions.end;) {
+      const std::int64_t column = position / block_size;
+      const std::int64_t first = position - column * block_size;
+      const std::int64_t count = std::min(block_size - first, positions.end - position);
+      for (std::int64_t i = 0; i < count; ++i) {
+        fn(position + i, Row{cache_.row(blocks_[column], first + i), dtype, 1});
+      }
+      position += count;
+    }
+  }
+
+ private:
+  const PagedKvCache& cache_;
+  const std::int32_t* blocks_;
+};
+
+}  // namespace fovea::cpu

@@ -1,0 +1,78 @@
+// Primitives of AVX2 with FMA and F16C: eight lanes, sixteen registers.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "fovea/dtype.h"
+
+#define FOVEA_INLINE inline __attribute__((always_inline))
+
+namespace fovea::cpu::avx2 {
+namespace {
+
+using Vec = __m256;
+using Mask = __m256;
+
+constexpr int kLanes = 8;
+// 6 x 2 accumulators, two vectors of Q and one broadcast of K: 15 of 16 registers. Two FMAs of
+// latency 5 per cycle need ten independent ones.
+constexpr int kQkTokens = 6;
+constexpr int kQkVectors = 2;
+// 4 x 3 accumulators, three vectors of V and one broadcast of P: all 16.
+constexpr int kPvRows = 4;
+constexpr int kPvVectors = 3;
+
+FOVEA_INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
+FOVEA_INLINE void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
+FOVEA_INLINE Vec broadcast(float x) { return _mm256_set1_ps(x); }
+FOVEA_INLINE Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+FOVEA_INLINE Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+FOVEA_INLINE Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+/// a * b + c, fused.
+FOVEA_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+FOVEA_INLINE Mask less(Vec a, Vec b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
+FOVEA_INLINE Vec select(Mask mask, Vec a, Vec b) { return _mm256_blendv_ps(b, a, mask); }
+/// b where either is NaN.
+FOVEA_INLINE Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+/// To nearest even.
+FOVEA_INLINE Vec round(Vec x) {
+  return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+/// x * 2^n for integral n in [-126, 127], x and the result normal. NaN when x is.
+FOVEA_INLINE Vec scale_by_power(Vec x, Vec n) {
+  const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), exponent));
+}
+FOVEA_INLINE float reduce_add(Vec v) {
+  __m128 sum = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+  return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
+}
+
+FOVEA_INLINE Vec load(const Float16* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+FOVEA_INLINE Vec load(const BFloat16* p) {
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+FOVEA_INLINE void store(Float16* p, Vec v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+FOVEA_INLINE void store(BFloat16* p, Vec v) {
+  const __m256i bits = _mm256_castps_si256(v);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i quiet_nan = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+  const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet_nan, is_nan), 16);
+  // Packing works within 128-bit halves; 0b1000 brings the two wanted quarters together.
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0b1000);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+}
+
+}  // namespace
+}  // namespace fovea::cpu::avx2

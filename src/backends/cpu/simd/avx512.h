@@ -1,0 +1,68 @@
+// Primitives of AVX-512 F, BW, DQ and VL: sixteen lanes, thirty-two registers.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "fovea/dtype.h"
+
+#define FOVEA_INLINE inline __attribute__((always_inline))
+
+namespace fovea::cpu::avx512 {
+namespace {
+
+using Vec = __m512;
+using Mask = __mmask16;
+
+constexpr int kLanes = 16;
+// 12 x 2 accumulators and two vectors of Q; K is broadcast by the FMA itself.
+constexpr int kQkTokens = 12;
+constexpr int kQkVectors = 2;
+// 8 x 3 accumulators and three vectors of V.
+constexpr int kPvRows = 8;
+constexpr int kPvVectors = 3;
+
+FOVEA_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
+FOVEA_INLINE void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+FOVEA_INLINE Vec broadcast(float x) { return _mm512_set1_ps(x); }
+FOVEA_INLINE Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+FOVEA_INLINE Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+FOVEA_INLINE Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+/// a * b + c, fused.
+FOVEA_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+FOVEA_INLINE Mask less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+FOVEA_INLINE Vec select(Mask mask, Vec a, Vec b) { return _mm512_mask_blend_ps(mask, b, a); }
+/// b where either is NaN.
+FOVEA_INLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+/// To nearest even.
+FOVEA_INLINE Vec round(Vec x) {
+  return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+/// x * 2^n for integral n in [-126, 127], x and the result normal. NaN when x is.
+FOVEA_INLINE Vec scale_by_power(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
+FOVEA_INLINE float reduce_add(Vec v) { return _mm512_reduce_add_ps(v); }
+
+FOVEA_INLINE Vec load(const Float16* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+FOVEA_INLINE Vec load(const BFloat16* p) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+FOVEA_INLINE void store(Float16* p, Vec v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+FOVEA_INLINE void store(BFloat16* p, Vec v) {
+  const __m512i bits = _mm512_castps_si512(v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __m512i quiet_nan = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+  const Mask is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  const __m512i high = _mm512_srli_epi32(_mm512_mask_blend_epi32(is_nan, rounded, quiet_nan), 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(high));
+}
+
+}  // namespace
+}  // namespace fovea::cpu::avx512

@@ -1,0 +1,110 @@
+// Primitives for any processor: vectors of four, which the compiler maps to what it has.
+#pragma once
+
+#include <cstdint>
+
+#include "fovea/dtype.h"
+
+#define FOVEA_INLINE inline __attribute__((always_inline))
+
+namespace fovea::cpu::scalar {
+namespace {
+
+typedef float Vec __attribute__((vector_size(16)));
+typedef std::uint32_t Bits __attribute__((vector_size(16)));
+typedef std::int32_t Mask __attribute__((vector_size(16)));
+
+constexpr int kLanes = 4;
+// Sixteen registers on x86-64, more elsewhere: 4 x 2 accumulators, two vectors, one broadcast.
+constexpr int kQkTokens = 4;
+constexpr int kQkVectors = 2;
+constexpr int kPvRows = 4;
+constexpr int kPvVectors = 2;
+
+FOVEA_INLINE Vec load(const float* p) {
+  Vec v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+FOVEA_INLINE void store(float* p, Vec v) { __builtin_memcpy(p, &v, sizeof v); }
+FOVEA_INLINE Vec broadcast(float x) { return Vec{x, x, x, x}; }
+FOVEA_INLINE Vec add(Vec a, Vec b) { return a + b; }
+FOVEA_INLINE Vec sub(Vec a, Vec b) { return a - b; }
+FOVEA_INLINE Vec mul(Vec a, Vec b) { return a * b; }
+/// a * b + c; not fused here.
+FOVEA_INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+FOVEA_INLINE Mask less(Vec a, Vec b) { return a < b; }
+FOVEA_INLINE Vec select(Mask mask, Vec a, Vec b) { return mask ? a : b; }
+/// b where either is NaN.
+FOVEA_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
+/// To nearest even, |x| < 2^22.
+FOVEA_INLINE Vec round(Vec x) {
+  const Vec shift = broadcast(0x1.8p23f);
+  return (x + shift) - shift;
+}
+/// x * 2^n for integral n in [-126, 127], x and the result normal. NaN when x is.
+FOVEA_INLINE Vec scale_by_power(Vec x, Vec n) {
+  // Nine bits of n end up at the foot of the sum's significand, and from there in the exponent.
+  const Bits shifted = reinterpret_cast<Bits>(n + broadcast(0x1.8p23f)) << 23;
+  return reinterpret_cast<Vec>(reinterpret_cast<Bits>(x) + shifted);
+}
+FOVEA_INLINE float reduce_add(Vec v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+
+FOVEA_INLINE float to_f32(BFloat16 x) {
+  return __builtin_bit_cast(float, static_cast<std::uint32_t>(x.bits) << 16);
+}
+FOVEA_INLINE float to_f32(Float16 x) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(x.bits & 0x8000u) << 16;
+  const std::uint32_t magnitude = static_cast<std::uint32_t>(x.bits & 0x7fffu) << 13;
+  if ((x.bits & 0x7c00u) == 0x7c00u) {
+    return __builtin_bit_cast(float, sign | magnitude | 0x7f800000u);
+  }
+  // The biases differ by 112; the product also normalises what is subnormal in f16.
+  const float scaled = __builtin_bit_cast(float, magnitude) * 0x1p112f;
+  return __builtin_bit_cast(float, sign | __builtin_bit_cast(std::uint32_t, scaled));
+}
+FOVEA_INLINE void round_to(BFloat16& to, float x) {
+  const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, x);
+  const bool is_nan = x != x;
+  const std::uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  to.bits = static_cast<std::uint16_t>(is_nan ? (bits >> 16) | 0x40u : rounded >> 16);
+}
+FOVEA_INLINE void round_to(Float16& to, float x) {
+  const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, x);
+  const std::uint32_t sign = (bits >> 16) & 0x8000u;
+  const std::uint32_t magnitude = bits & 0x7fffffffu;
+  std::uint32_t half;
+  if (magnitude > 0x7f800000u) {
+    half = 0x7e00u | ((magnitude >> 13) & 0x1ffu);
+  } else if (magnitude >= 0x477ff000u) {  // 65520 and above round to infinity.
+    half = 0x7c00u;
+  } else if (magnitude < 0x38800000u) {  // Subnormal in f16: a sum near 0.5 has ulp 2^-24.
+    const float sum = __builtin_bit_cast(float, magnitude) + 0.5f;
+    half = __builtin_bit_cast(std::uint32_t, sum) - 0x3f000000u;
+  } else {
+    half = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
+  }
+  to.bits = static_cast<std::uint16_t>(sign | half);
+}
+
+template <class T>
+FOVEA_INLINE Vec load(const T* p) {
+  Vec v;
+  for (int i = 0; i < kLanes; ++i) {
+    T x;
+    __builtin_memcpy(&x, p + i, sizeof x);
+    v[i] = to_f32(x);
+  }
+  return v;
+}
+template <class T>
+FOVEA_INLINE void store(T* p, Vec v) {
+  for (int i = 0; i < kLanes; ++i) {
+    T x;
+    round_to(x, v[i]);
+    __builtin_memcpy(p + i, &x, sizeof x);
+  }
+}
+
+}  // namespace
+}  // namespace fovea::cpu::scalar
