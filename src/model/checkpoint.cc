@@ -1,0 +1,174 @@
+#include "model/checkpoint.h"
+
+#include <algorithm>
+#include <span>
+
+#include "core/check.h"
+#include "model/json_events.h"
+#include "model/shard_index.h"
+
+namespace fovea {
+
+namespace {
+
+/// "[576, 2048]", cut after a few extents: a hostile header may list thousands.
+std::string shape_text(std::span<const std::int64_t> shape) {
+  constexpr std::size_t kMost = 8;
+  std::string text;
+  for (const std::int64_t extent : shape.first(std::min(shape.size(), kMost))) {
+    text += (text.empty() ? "" : ", ") + std::to_string(extent);
+  }
+  return "[" + text + (shape.size() > kMost ? ", ...]" : "]");
+}
+
+}  // namespace
+
+Checkpoint::Checkpoint(const std::string& directory) : directory_(directory) {
+  const std::string single = "model.safetensors";
+  const std::string index_path = directory_ + "/model.safetensors.index.json";
+  if (file_exists(directory_ + "/" + single)) {
+    const SafetensorsFile& file = open(single);
+    listing_path_ = file.path();
+    for (const SafetensorsEntry& entry : file.entries()) locations_.push_back({entry.name, single});
+    return;
+  }
+  FOVEA_CHECK(file_exists(index_path), corrupt_file,
+              "{}: has neither model.safetensors nor model.safetensors.index.json", directory_);
+  const MappedFile index(index_path);
+  listing_path_ = index_path;
+  for (auto& [name, file] : read_shard_index(index.text(), index_path)) {
+    locations_.push_back({std::move(name), std::move(file)});
+  }
+}
+
+const SafetensorsFile& Checkpoint::open(const std::string& file) {
+  std::unique_ptr<SafetensorsFile>& slot = files_[file];
+  if (!slot) slot = std::make_unique<SafetensorsFile>(directory_ + "/" + file);
+  return *slot;
+}
+
+std::vector<Checkpoint::Location>::const_iterator Checkpoint::lower_bound(
+    std::string_view name) const {
+  return std::lower_bound(
+      locations_.begin(), locations_.end(), name,
+      [](const Location& location, std::string_view key) { return location.name < key; });
+}
+
+bool Checkpoint::has(std::string_view name) const {
+  const auto at = lower_bound(name);
+  return at != locations_.end() && at->name == name;
+}
+
+std::vector<std::string_view> Checkpoint::names_below(std::string_view prefix) const {
+  std::vector<std::string_view> names;
+  for (auto at = lower_bound(prefix); at != locations_.end() && at->name.starts_with(prefix);
+       ++at) {
+    names.push_back(at->name);
+  }
+  return names;
+}
+
+TensorView Checkpoint::tensor(const std::string& name, std::initializer_list<std::int64_t> shape) {
+  const auto at = lower_bound(name);
+  FOVEA_CHECK(at != locations_.end() && at->name == name, corrupt_file, "{}: has no tensor {}",
+              listing_path_, printable(name));
+  const SafetensorsFile& file = open(at->file);
+  const SafetensorsEntry* entry = file.find(name);
+  FOVEA_CHECK(entry != nullptr, corrupt_file, "{}: has no tensor {}, though {} says so",
+              file.path(), printable(name), listing_path_);
+  FOVEA_CHECK(std::equal(shape.begin(), shape.end(), entry->shape.begin(), entry->shape.end()),
+              corrupt_file, "{}: tensor {} has the shape {}, but config.json makes it {}",
+              file.path(), printable(name), shape_text(entry->shape),
+              shape_text({shape.begin(), shape.size()}));
+  return file.view(*entry);
+}
+
+namespace {
+
+/// Reads one layer's tensors and remembers which it read.
+class LayerReader {
+ public:
+  LayerReader(Checkpoint& checkpoint, std::string prefix)
+      : checkpoint_(checkpoint), prefix_(std::move(prefix)) {}
+
+  TensorView operator()(std::string_view suffix, std::initializer_list<std::int64_t> shape) {
+    const std::string name = prefix_ + std::string(suffix);
+    if (!checkpoint_.has(name)) refuse_quantised(name);
+    read_.push_back(name);
+    return checkpoint_.tensor(name, shape);
+  }
+
+  /// What the model's formula does not hold must not go unnoticed.
+  void refuse_unread(std::string_view group) const {
+    for (const std::string_view name : checkpoint_.names_below(prefix_ + std::string(group))) {
+      if (std::find(read_.begin(), read_.end(), name) != read_.end()) continue;
+      // Frequencies that old checkpoints stored; config.json gives the same.
+      if (name.ends_with(".rotary_emb.inv_freq")) continue;
+      const bool scale = name.find("scale") != std::string_view::npos;
+      FOVEA_CHECK(!scale, unsupported,
+                  "{}: tensor {} belongs to quantised weights, which are not read yet; convert the "
+                  "checkpoint to bf16",
+                  checkpoint_.listing_path(), printable(name));
+      fail(ErrorCode::unsupported,
+           "{}: tensor {} has no place in the attention that config.json describes",
+           checkpoint_.listing_path(), printable(name));
+    }
+  }
+
+ private:
+  /// A `weight` that is missing because something else stands for it deserves that reason.
+  void refuse_quantised(const std::string& name) const {
+    constexpr std::string_view kWeight = ".weight";
+    if (!name.ends_with(kWeight)) return;
+    const std::string stem = name.substr(0, name.size() - kWeight.size());
+    for (const char* other : {".qweight", ".weight_packed", ".weight_scale_inv", ".weight_scale"}) {
+      FOVEA_CHECK(!checkpoint_.has(stem + other), unsupported,
+                  "{}: instead of {} there is {}: quantised weights are not read yet; convert the "
+                  "checkpoint to bf16",
+                  checkpoint_.listing_path(), printable(name), printable(stem + other));
+    }
+  }
+
+  Checkpoint& checkpoint_;
+  std::string prefix_;
+  std::vector<std::string> read_;
+};
+
+/// "model.layers.3.", or "layers.3." where the checkpoint is of the model without its head.
+std::string layer_prefix(const Checkpoint& checkpoint, std::int64_t layer) {
+  const std::string bare = "layers." + std::to_string(layer) + ".";
+  return checkpoint.has(bare + "input_layernorm.weight") ? bare : "model." + bare;
+}
+
+}  // namespace
+
+LayerTensors read_layer(Checkpoint& checkpoint, const ModelConfig& config, std::int64_t layer) {
+  const MlaDims& d = config.dims;
+  const std::int64_t q_width = d.num_heads * d.qk_head_dim();
+  LayerReader read(checkpoint, layer_prefix(checkpoint, layer));
+
+  LayerTensors result;
+  MlaWeights& w = result.attention;
+  result.input_layernorm = read("input_layernorm.weight", {d.hidden_size});
+  if (d.q_lora_rank > 0) {
+    w.q_a_proj = read("self_attn.q_a_proj.weight", {d.q_lora_rank, d.hidden_size});
+    w.q_a_layernorm = read("self_attn.q_a_layernorm.weight", {d.q_lora_rank});
+    w.q_b_proj = read("self_attn.q_b_proj.weight", {q_width, d.q_lora_rank});
+    if (config.attention_bias) w.q_a_bias = read("self_attn.q_a_proj.bias", {d.q_lora_rank});
+  } else {
+    w.q_b_proj = read("self_attn.q_proj.weight", {q_width, d.hidden_size});
+  }
+  w.kv_a_proj = read("self_attn.kv_a_proj_with_mqa.weight", {d.latent_dim(), d.hidden_size});
+  w.kv_a_layernorm = read("self_attn.kv_a_layernorm.weight", {d.kv_lora_rank});
+  w.kv_b_proj = read("self_attn.kv_b_proj.weight",
+                     {d.num_heads * (d.qk_nope_head_dim + d.v_head_dim), d.kv_lora_rank});
+  w.o_proj = read("self_attn.o_proj.weight", {d.hidden_size, d.num_heads * d.v_head_dim});
+  if (config.attention_bias) {
+    w.kv_a_bias = read("self_attn.kv_a_proj_with_mqa.bias", {d.latent_dim()});
+    w.o_bias = read("self_attn.o_proj.bias", {d.hidden_size});
+  }
+  read.refuse_unread("self_attn.");
+  return result;
+}
+
+}  // namespace fovea
