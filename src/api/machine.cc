@@ -4,6 +4,8 @@
 
 namespace fovea {
 
-MachinePeaks measure_peaks(const OpContext& ctx) { return cpu::measure_peaks(ctx); }
+MachinePeaks measure_peaks(const OpContext& ctx) {
+  return {.f32_fma_gflops = cpu::f32_fma_gflops(ctx), .read_gbps = cpu::read_gbps(ctx)};
+}
 
 }  // namespace fovea

@@ -35,7 +35,11 @@ double best_seconds(F&& fn) {
   return best;
 }
 
-double f32_fma_gflops(const Kernels& kernels, ThreadPool& pool) {
+}  // namespace
+
+double f32_fma_gflops(const OpContext& ctx) {
+  const Kernels& kernels = kernels_of(ctx);
+  ThreadPool& pool = *ctx.pool;
   constexpr std::int64_t kRounds = 2'000'000;  // Some 10 milliseconds.
   const std::int64_t threads = pool.num_threads();
   // A cache line per thread: flops, and what keeps the compiler from dropping the work.
@@ -56,26 +60,19 @@ double f32_fma_gflops(const Kernels& kernels, ThreadPool& pool) {
   return flops / seconds * 1e-9;
 }
 
-double read_gbps(const Kernels& kernels, ThreadPool& pool) {
+double read_gbps(const OpContext& ctx) {
+  const Kernels& kernels = kernels_of(ctx);
   // Beyond the last level cache of a desktop or of a slice of a server.
   constexpr std::int64_t kFloats = 64 * 1024 * 1024;
   constexpr std::int64_t kPiece = 64 * 1024;  // Small, so that the threads end together.
   std::vector<float> memory(kFloats, 1.f);
   std::vector<float> sums(kFloats / kPiece);
   const double seconds = best_seconds([&] {
-    pool.run(kFloats / kPiece, [&](std::int64_t i) {
+    ctx.pool->run(kFloats / kPiece, [&](std::int64_t i) {
       sums[static_cast<std::size_t>(i)] = kernels.sum(memory.data() + i * kPiece, kPiece);
     });
   });
   return static_cast<double>(kFloats * std::int64_t{sizeof(float)}) / seconds * 1e-9;
-}
-
-}  // namespace
-
-MachinePeaks measure_peaks(const OpContext& ctx) {
-  const Kernels& kernels = kernels_of(ctx);
-  return {.f32_fma_gflops = f32_fma_gflops(kernels, *ctx.pool),
-          .read_gbps = read_gbps(kernels, *ctx.pool)};
 }
 
 }  // namespace fovea::cpu

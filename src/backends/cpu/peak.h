@@ -1,12 +1,14 @@
-// Measured limits of the machine.
+// Measured limits of the machine, by the kernels of the instruction set that a context computes
+// with; the reference backend's are scalar.
 #pragma once
 
-#include "fovea/machine.h"
+#include "fovea/op_context.h"
 
 namespace fovea::cpu {
 
-/// By the kernels of the instruction set that `ctx` computes with; those of the reference backend
-/// are scalar.
-MachinePeaks measure_peaks(const OpContext& ctx);
+/// Independent fused multiply-adds in registers, all threads.
+double f32_fma_gflops(const OpContext& ctx);
+/// Streaming reads of memory beyond the caches, all threads. Allocates that memory.
+double read_gbps(const OpContext& ctx);
 
 }  // namespace fovea::cpu
