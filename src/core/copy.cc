@@ -1,4 +1,5 @@
 // Strided, converting copies.
+#include <algorithm>
 #include <cstring>
 
 #include "core/check.h"
@@ -95,9 +96,11 @@ std::int64_t byte_offset(DType dtype, std::int64_t elements) {
 void copy(const TensorView& src, const TensorView& dst) {
   FOVEA_CHECK(src && dst, invalid_argument, "copy needs both views, but src is {} and dst is {}",
               to_string(src), to_string(dst));
-  FOVEA_CHECK(src.ndim == dst.ndim && src.shape == dst.shape, invalid_argument,
-              "copy needs equal shapes, but src is {} and dst is {}", to_string(src),
-              to_string(dst));
+  const auto* src_shape = src.shape.data();
+  FOVEA_CHECK(
+      std::equal(src_shape, src_shape + src.ndim, dst.shape.data(), dst.shape.data() + dst.ndim),
+      invalid_argument, "copy needs equal shapes, but src is {} and dst is {}", to_string(src),
+      to_string(dst));
   FOVEA_CHECK(src.device == Device{} && dst.device == Device{}, unsupported,
               "copy is for views of host memory");
   const CopyRun copy_run = choose_run(src.dtype, dst.dtype);
