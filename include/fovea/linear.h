@@ -10,9 +10,11 @@
 
 namespace fovea {
 
-/// How products are computed. FOVEA_LINEAR=onednn|plain forces one where `automatic` is asked for.
+/// How products are computed. FOVEA_LINEAR=onednn|plain|auto decides where `automatic` is asked for;
+/// another value is an error.
 enum class LinearBackend : std::uint8_t {
-  automatic,  ///< oneDNN where it was built in, else plain.
+  automatic,  ///< oneDNN where it computes in the weights' dtype in its own layout (AVX-512), else
+              ///< plain.
   onednn,     ///< In the weights' dtype where the processor has it, else in f32 with conversion.
   plain,      ///< Threaded loops of this library; any compute dtype.
 };
@@ -37,7 +39,8 @@ class Linear {
   std::int64_t weight_bytes() const;        ///< As packed.
   std::string_view backend_name() const;  ///< "onednn/bf16", "onednn/f32", "plain", ...
 
-  /// x [T, in], out [T, out], both of dtype(), unit innermost stride, any row stride.
+  /// x [T, in], out [T, out], both of dtype(), unit innermost stride, any row stride; no overlap.
+  /// Sums are f32; a result is rounded once, to nearest even.
   void operator()(const ExecutionContext& ctx, const TensorView& x, const TensorView& out) const;
   /// Scratch for T tokens.
   std::int64_t workspace_bytes(std::int64_t tokens) const;
@@ -61,8 +64,10 @@ class BatchedLinear {
   BatchedLinear& operator=(BatchedLinear&&) noexcept;
 
   explicit operator bool() const { return impl_ != nullptr; }
-  std::int64_t weight_bytes() const;
-  /// x [T, N, K], out [T, N, M], dtype of the weight, unit innermost stride, any other strides.
+  std::int64_t weight_bytes() const;        ///< As packed.
+  std::string_view backend_name() const;  ///< As Linear's.
+  /// x [T, N, K], out [T, N, M], dtype of the weight, unit innermost stride, any other strides; no
+  /// overlap. Sums are f32; a result is rounded once, to nearest even.
   void operator()(const ExecutionContext& ctx, const TensorView& x, const TensorView& out) const;
   std::int64_t workspace_bytes(std::int64_t tokens) const;
   void reload(const TensorView& weight);

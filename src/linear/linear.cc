@@ -1,0 +1,199 @@
+#include "fovea/linear.h"
+
+#include <cstdlib>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "core/check.h"
+#include "linear/product.h"
+
+namespace fovea {
+namespace {
+
+/// `asked`, or what FOVEA_LINEAR says where nothing was asked for.
+LinearBackend resolve(LinearBackend asked) {
+  const char* forced = std::getenv("FOVEA_LINEAR");
+  if (asked != LinearBackend::automatic || forced == nullptr) return asked;
+  const std::string_view name = forced;
+  if (name == "onednn") return LinearBackend::onednn;
+  if (name == "plain") return LinearBackend::plain;
+  FOVEA_CHECK(name == "auto" || name.empty(), invalid_argument,
+              "FOVEA_LINEAR is '{}', but must be onednn, plain or auto", name);
+  return LinearBackend::automatic;
+}
+
+std::unique_ptr<Product> make_product(LinearBackend asked, const ProductShape& shape) {
+  const LinearBackend backend = resolve(asked);
+  if (backend == LinearBackend::plain) return make_plain_product(shape);
+  if (backend == LinearBackend::automatic) {
+    auto product = make_onednn_product_where_fastest(shape);
+    return product ? std::move(product) : make_plain_product(shape);
+  }
+  auto product = make_onednn_product(shape);
+  FOVEA_CHECK(product != nullptr, unsupported,
+              "linear backend is onednn, but this library was built without oneDNN "
+              "(FOVEA_ONEDNN=OFF); plain is there");
+  return product;
+}
+
+void check_compute_dtype(const char* name, const TensorView& view) {
+  FOVEA_CHECK(is_compute_dtype(view.dtype), invalid_argument,
+              "{} is {}, but must be f32, f16 or bf16", name, to_string(view));
+}
+
+/// An operand with unit innermost stride and the given trailing extents; the first is free.
+void check_operand(const char* name, const TensorView& view, DType dtype,
+                   std::initializer_list<std::int64_t> trailing) {
+  const int ndim = static_cast<int>(trailing.size()) + 1;
+  bool fits = view.ndim == ndim && view.dtype == dtype;
+  std::size_t d = 1;
+  for (std::int64_t extent : trailing) fits = fits && view.shape[d++] == extent;
+  if (fits) {
+    const auto last = static_cast<std::size_t>(ndim - 1);
+    fits = view.strides[last] == 1 || view.shape[last] == 1;
+  }
+  if (fits && (view.data != nullptr || view.shape[0] == 0)) return;
+  std::string wanted;
+  for (std::int64_t extent : trailing) wanted += ", " + std::to_string(extent);
+  fail(ErrorCode::invalid_argument, "{} is {}, but must be {}[T{}] with unit innermost stride",
+       name, to_string(view), name_of(dtype), wanted);
+}
+
+void check_tokens(const TensorView& x, const TensorView& out) {
+  FOVEA_CHECK(x.shape[0] == out.shape[0], invalid_argument,
+              "out is {}, but must have as many rows as x, {}", to_string(out), to_string(x));
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------- Linear
+
+struct Linear::Impl {
+  std::unique_ptr<Product> product;
+};
+
+namespace {
+
+void check_weight(const TensorView& weight, const TensorView& bias) {
+  FOVEA_CHECK(weight && weight.ndim == 2 && weight.shape[0] > 0 && weight.shape[1] > 0,
+              invalid_argument, "weight is {}, but must be [out_features, in_features]",
+              to_string(weight));
+  check_compute_dtype("weight", weight);
+  FOVEA_CHECK(
+      !bias || (bias.ndim == 1 && bias.shape[0] == weight.shape[0] && bias.dtype == weight.dtype),
+      invalid_argument, "bias is {}, but must be {}[{}], like weight {}", to_string(bias),
+      name_of(weight.dtype), weight.shape[0], to_string(weight));
+}
+
+/// weight [out, in] as [1, in, out].
+TensorView as_product_weight(const TensorView& weight) {
+  return weight.split(0, 1, weight.shape[0]).transpose(1, 2);
+}
+
+}  // namespace
+
+Linear::Linear(const TensorView& weight, const TensorView& bias, LinearBackend backend) {
+  check_weight(weight, bias);
+  impl_ = std::make_unique<Impl>();
+  impl_->product = make_product(backend, {.depth = weight.shape[1],
+                                          .columns = weight.shape[0],
+                                          .dtype = weight.dtype,
+                                          .has_bias = static_cast<bool>(bias)});
+  impl_->product->load(as_product_weight(weight), bias);
+}
+
+Linear::~Linear() = default;
+Linear::Linear(Linear&&) noexcept = default;
+Linear& Linear::operator=(Linear&&) noexcept = default;
+
+std::int64_t Linear::in_features() const { return impl_->product->shape().depth; }
+std::int64_t Linear::out_features() const { return impl_->product->shape().columns; }
+DType Linear::dtype() const { return impl_->product->shape().dtype; }
+std::int64_t Linear::weight_bytes() const { return impl_->product->weight_bytes(); }
+std::string_view Linear::backend_name() const { return impl_->product->name(); }
+
+void Linear::operator()(const ExecutionContext& ctx, const TensorView& x,
+                        const TensorView& out) const {
+  check_operand("x", x, dtype(), {in_features()});
+  check_operand("out", out, dtype(), {out_features()});
+  check_tokens(x, out);
+  if (x.shape[0] == 0) return;
+  impl_->product->run(ctx, x.split(1, 1, in_features()), out.split(1, 1, out_features()));
+}
+
+std::int64_t Linear::workspace_bytes(std::int64_t tokens) const {
+  return impl_->product->workspace_bytes(tokens);
+}
+
+void Linear::reload(const TensorView& weight, const TensorView& bias) {
+  check_weight(weight, bias);
+  const ProductShape& shape = impl_->product->shape();
+  FOVEA_CHECK(weight.dtype == shape.dtype && weight.shape[0] == shape.columns &&
+                  weight.shape[1] == shape.depth && static_cast<bool>(bias) == shape.has_bias,
+              invalid_argument,
+              "reload with weight {} {} bias, but was made with {}[{}, {}] {} bias",
+              to_string(weight), bias ? "and a" : "without", name_of(shape.dtype), shape.columns,
+              shape.depth, shape.has_bias ? "and a" : "without");
+  impl_->product->load(as_product_weight(weight), bias);
+}
+
+// ---------------------------------------------------------------- BatchedLinear
+
+struct BatchedLinear::Impl {
+  std::unique_ptr<Product> product;
+};
+
+namespace {
+
+void check_batched_weight(const TensorView& weight) {
+  FOVEA_CHECK(weight && weight.ndim == 3 && weight.shape[0] > 0 && weight.shape[1] > 0 &&
+                  weight.shape[2] > 0,
+              invalid_argument, "weight is {}, but must be [heads, in, out]", to_string(weight));
+  check_compute_dtype("weight", weight);
+}
+
+}  // namespace
+
+BatchedLinear::BatchedLinear(const TensorView& weight, LinearBackend backend) {
+  check_batched_weight(weight);
+  impl_ = std::make_unique<Impl>();
+  impl_->product = make_product(backend, {.heads = weight.shape[0],
+                                          .depth = weight.shape[1],
+                                          .columns = weight.shape[2],
+                                          .dtype = weight.dtype});
+  impl_->product->load(weight, {});
+}
+
+BatchedLinear::~BatchedLinear() = default;
+BatchedLinear::BatchedLinear(BatchedLinear&&) noexcept = default;
+BatchedLinear& BatchedLinear::operator=(BatchedLinear&&) noexcept = default;
+
+std::int64_t BatchedLinear::weight_bytes() const { return impl_->product->weight_bytes(); }
+std::string_view BatchedLinear::backend_name() const { return impl_->product->name(); }
+
+void BatchedLinear::operator()(const ExecutionContext& ctx, const TensorView& x,
+                               const TensorView& out) const {
+  const ProductShape& shape = impl_->product->shape();
+  check_operand("x", x, shape.dtype, {shape.heads, shape.depth});
+  check_operand("out", out, shape.dtype, {shape.heads, shape.columns});
+  check_tokens(x, out);
+  if (x.shape[0] == 0) return;
+  impl_->product->run(ctx, x, out);
+}
+
+std::int64_t BatchedLinear::workspace_bytes(std::int64_t tokens) const {
+  return impl_->product->workspace_bytes(tokens);
+}
+
+void BatchedLinear::reload(const TensorView& weight) {
+  check_batched_weight(weight);
+  const ProductShape& shape = impl_->product->shape();
+  FOVEA_CHECK(weight.dtype == shape.dtype && weight.shape[0] == shape.heads &&
+                  weight.shape[1] == shape.depth && weight.shape[2] == shape.columns,
+              invalid_argument, "reload with weight {}, but was made with {}[{}, {}, {}]",
+              to_string(weight), name_of(shape.dtype), shape.heads, shape.depth, shape.columns);
+  impl_->product->load(weight, {});
+}
+
+}  // namespace fovea

@@ -1,0 +1,42 @@
+// The inner loops of the plain product, built once per instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace fovea {
+
+/// Columns of a panel: two vectors of eight floats.
+inline constexpr std::int64_t kPanelColumns = 16;
+
+/// Rows of x times consecutive panels. A panel holds kPanelColumns columns of W, depth by depth:
+/// [depth, kPanelColumns] weights; in bf16 column c lies next to column c + 8, so that a 32-bit
+/// lane splits into two floats by a shift and a mask.
+struct PanelProduct {
+  const float* x = nullptr;  ///< [rows, depth]
+  std::int64_t x_stride = 0;
+  std::int64_t rows = 0;
+  std::int64_t depth = 0;
+  const void* panels = nullptr;
+  std::int64_t columns = 0;     ///< The last panel may have fewer than kPanelColumns.
+  const float* bias = nullptr;  ///< [columns], null: none.
+  void* out = nullptr;          ///< [rows, columns] of the weights' dtype.
+  std::int64_t out_stride = 0;
+};
+
+struct PlainKernels {
+  const char* isa;
+  void (*multiply_f32)(const PanelProduct&);
+  void (*multiply_f16)(const PanelProduct&);
+  void (*multiply_bf16)(const PanelProduct&);
+  void (*widen_f16)(const void* from, float* to, std::int64_t count);
+  void (*widen_bf16)(const void* from, float* to, std::int64_t count);
+};
+
+extern const PlainKernels kPlainKernelsScalar;
+extern const PlainKernels kPlainKernelsAvx2;
+
+/// The best that this processor runs.
+const PlainKernels& plain_kernels();
+
+}  // namespace fovea

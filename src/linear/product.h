@@ -1,0 +1,59 @@
+// What Linear and BatchedLinear are made of: one batched product with packed weights.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string_view>
+
+#include "fovea/tensor.h"
+#include "fovea/workspace.h"
+
+namespace fovea {
+
+/// out[t, n] = x[t, n] W[n] + bias with W [N, K, M]. Linear is the case N = 1.
+struct ProductShape {
+  std::int64_t heads = 1;    ///< N
+  std::int64_t depth = 0;    ///< K
+  std::int64_t columns = 0;  ///< M
+  DType dtype = DType::f32;
+  bool has_bias = false;  ///< [M], with N = 1 only.
+};
+
+class Product {
+ public:
+  explicit Product(const ProductShape& shape) : shape_(shape) {}
+  virtual ~Product() = default;
+
+  const ProductShape& shape() const { return shape_; }
+  virtual std::string_view name() const = 0;
+  virtual std::int64_t weight_bytes() const = 0;
+  virtual std::int64_t workspace_bytes(std::int64_t tokens) const = 0;
+  /// Packs weight [N, K, M] of any strides and bias [M] into the storage made at construction.
+  virtual void load(const TensorView& weight, const TensorView& bias) = 0;
+  /// x [T, N, K] and out [T, N, M], checked, T > 0, with unit innermost strides.
+  virtual void run(const ExecutionContext& ctx, const TensorView& x,
+                   const TensorView& out) const = 0;
+
+ private:
+  ProductShape shape_;
+};
+
+/// Rows of one pass when a pass needs `bytes_per_row` of scratch: few enough that the scratch stays
+/// in the outer caches, enough that the weights are read seldom.
+constexpr std::int64_t scratch_rows(std::int64_t bytes_per_row, std::int64_t tokens) {
+  constexpr std::int64_t kScratchBytes = 8 << 20, kMinRows = 64;
+  std::int64_t rows = kScratchBytes / bytes_per_row;
+  if (rows < kMinRows) rows = kMinRows;
+  return rows < tokens ? rows : tokens;
+}
+
+struct PlainKernels;
+std::unique_ptr<Product> make_plain_product(const ProductShape& shape);
+std::unique_ptr<Product> make_plain_product(const ProductShape& shape, const PlainKernels& kernels);
+
+/// Null when oneDNN was not built in.
+std::unique_ptr<Product> make_onednn_product(const ProductShape& shape);
+/// Null too where the plain product is faster.
+std::unique_ptr<Product> make_onednn_product_where_fastest(const ProductShape& shape);
+
+}  // namespace fovea
