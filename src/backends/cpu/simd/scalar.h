@@ -42,11 +42,11 @@ FOVEA_INLINE Vec round(Vec x) {
   const Vec shift = broadcast(0x1.8p23f);
   return (x + shift) - shift;
 }
-/// x * 2^n for integral n in [-126, 127], x and the result normal. NaN when x is.
+/// x * 2^n for integral n in [-126, 127]. NaN when x is.
 FOVEA_INLINE Vec scale_by_power(Vec x, Vec n) {
-  // Nine bits of n end up at the foot of the sum's significand, and from there in the exponent.
-  const Bits shifted = reinterpret_cast<Bits>(n + broadcast(0x1.8p23f)) << 23;
-  return reinterpret_cast<Vec>(reinterpret_cast<Bits>(x) + shifted);
+  // The sum's lowest bits are n + 127, the biased exponent of 2^n.
+  const Bits biased = reinterpret_cast<Bits>(n + broadcast(0x1.8p23f + 127.f));
+  return x * reinterpret_cast<Vec>(biased << 23);
 }
 FOVEA_INLINE float reduce_add(Vec v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 
