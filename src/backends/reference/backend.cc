@@ -9,17 +9,15 @@ namespace {
 template <class Params>
 using Table = Implementation<Params>[1];
 
-constexpr Table<RmsNormParams> kRmsNorm{{"rms_norm", nullptr, nullptr, reference::rms_norm}};
-constexpr Table<RopeParams> kRope{{"rope", nullptr, nullptr, reference::rope}};
-constexpr Table<KvAppendParams> kKvAppend{{"kv_append", nullptr, nullptr, reference::kv_append}};
-constexpr Table<KvGatherParams> kKvGather{{"kv_gather", nullptr, nullptr, reference::kv_gather}};
-constexpr Table<AttentionPrefillParams> kAttentionPrefill{{"attention_prefill", nullptr,
-                                                           reference::attention_prefill_scratch,
-                                                           reference::attention_prefill}};
+constexpr Table<RmsNormParams> kRmsNorm{{"plain", nullptr, nullptr, reference::rms_norm}};
+constexpr Table<RopeParams> kRope{{"plain", nullptr, nullptr, reference::rope}};
+constexpr Table<KvAppendParams> kKvAppend{{"plain", nullptr, nullptr, reference::kv_append}};
+constexpr Table<KvGatherParams> kKvGather{{"plain", nullptr, nullptr, reference::kv_gather}};
+constexpr Table<AttentionPrefillParams> kAttentionPrefill{
+    {"plain", nullptr, reference::attention_prefill_scratch, reference::attention_prefill}};
 constexpr Table<MlaDecodeParams> kMlaDecode{
-    {"mla_decode", nullptr, reference::mla_decode_scratch, reference::mla_decode}};
-constexpr Table<MergeStateParams> kMergeState{
-    {"merge_state", nullptr, nullptr, reference::merge_state}};
+    {"plain", nullptr, reference::mla_decode_scratch, reference::mla_decode}};
+constexpr Table<MergeStateParams> kMergeState{{"plain", nullptr, nullptr, reference::merge_state}};
 
 constexpr Backend kBackend{
     .name = "reference",

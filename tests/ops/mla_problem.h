@@ -1,0 +1,278 @@
+// A paged MLA decode problem where every byte that nobody owns is NaN, and its float64 answer.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <vector>
+
+#include "fovea/ops.h"
+#include "fovea/oracle.h"
+#include "ops/backend_test.h"
+
+namespace fovea::test {
+
+/// How the query lies in memory.
+enum class QueryLayout {
+  separate,      ///< q_latent and q_pe in their own padded tensors.
+  concatenated,  ///< Slices of [T, N, L + R].
+  head_major,    ///< [N, T, L] seen as [T, N, L], as a batched product leaves it.
+  reversed,      ///< Innermost stride -1.
+};
+
+struct MlaShape {
+  std::int64_t heads = 4;
+  std::int64_t latent = 32;
+  std::int64_t rope = 8;
+  std::int64_t block_size = 16;
+  std::vector<std::int32_t> query_lens{1};
+  std::vector<std::int32_t> seq_lens{33};
+  std::int64_t padding_rows = 0;
+  QueryLayout layout = QueryLayout::separate;
+  bool causal = true;
+  bool wide_out = false;              ///< out in f32 whatever the query's dtype.
+  double logit_stddev = 3;            ///< As real heads have: some peaked, some flat.
+  DType cache_dtype = DType::u8;      ///< u8 stands for the query's.
+  std::int64_t block_gap_bytes = 96;  ///< NaN bytes between blocks.
+  std::uint64_t seed = 1;
+};
+
+inline std::vector<std::int32_t> offsets_of(const std::vector<std::int32_t>& lens) {
+  std::vector<std::int32_t> offsets{0};
+  for (std::int32_t len : lens) offsets.push_back(offsets.back() + len);
+  return offsets;
+}
+
+class MlaProblem {
+ public:
+  MlaProblem(const MlaShape& shape, DType dtype) : shape_(shape), dtype_(dtype) {
+    query_start_loc_ = offsets_of(shape.query_lens);
+    tokens_ = query_start_loc_.back() + shape.padding_rows;
+    sm_scale_ = static_cast<float>(1 / std::sqrt(static_cast<double>(shape.latent + shape.rope)));
+    make_queries();
+    make_cache();
+    make_outputs();
+  }
+
+  const std::vector<std::int32_t>& query_start_loc() const { return query_start_loc_; }
+  const TensorView& q_latent() const { return q_latent_; }
+  const TensorView& q_pe() const { return q_pe_; }
+  const TensorView& out() const { return *out_; }
+  const TensorView& lse() const { return *lse_; }
+  std::int64_t tokens() const { return tokens_; }
+
+  /// Cached row of a request's key.
+  TensorView key_row(std::int64_t request, std::int64_t key) const {
+    const std::int64_t block =
+        table_[static_cast<std::size_t>(request * table_width_ + key / shape_.block_size)];
+    return TensorView::contiguous(cache_.row(block, key % shape_.block_size), cache_.format().dtype,
+                                  {shape_.latent + shape_.rope});
+  }
+
+  MlaDecodeParams params() const {
+    MlaDecodeParams params;
+    params.q_latent = q_latent_;
+    params.q_pe = q_pe_;
+    params.cache = &cache_;
+    params.block_table = {table_.data(), static_cast<std::int64_t>(shape_.seq_lens.size()),
+                          table_width_, table_width_};
+    params.out = *out_;
+    params.lse = *lse_;
+    params.variant.causal = shape_.causal;
+    params.sm_scale = sm_scale_;
+    return params;
+  }
+
+  /// Runs over poisoned outputs and workspace, with a plan for `workers` (0: the context's own).
+  void run(const OpContext& ctx, std::int32_t workers = 0, std::int32_t kv_tile = 16) {
+    PlanTarget target = ctx.plan_target;
+    if (workers > 0) target.num_workers = workers;
+    target.decode_kv_tile = kv_tile;
+    const DecodeSchedule schedule = schedule_decode(query_start_loc_, shape_.seq_lens, target);
+    MlaDecodeParams planned = params();
+    planned.schedule = &schedule;
+    ctx.workspace->reserve(workspace_bytes(ctx, planned));
+    poison(*ctx.workspace);
+    poison(*out_);
+    poison(*lse_);
+    mla_decode(ctx, planned);
+    EXPECT_TRUE(out_->padding_untouched());
+    EXPECT_TRUE(lse_->padding_untouched());
+  }
+
+  /// Compares the last run with the formulas.
+  void check(RowTolerance tolerance) const {
+    const auto [out, lse] = expected();
+    EXPECT_TRUE(rows_close(out, *out_, tolerance));
+    EXPECT_TRUE(values_close(lse, *lse_, kLseAbsolute, kLseRelative));
+  }
+  void check() const {
+    check(attention_tolerance(cache_.format().dtype == DType::f32 ? dtype_ : coarser()));
+  }
+
+  /// out [T, N, L] and lse [N, T] in float64, padding rows included.
+  oracle::AttentionResult expected() const {
+    const std::int64_t heads = shape_.heads, latent = shape_.latent;
+    const std::int64_t row = latent + shape_.rope;
+    oracle::AttentionResult all;
+    all.out.assign(static_cast<std::size_t>(tokens_ * heads * latent), 0.0);
+    all.lse.assign(static_cast<std::size_t>(heads * tokens_),
+                   -std::numeric_limits<double>::infinity());
+    for (std::size_t r = 0; r < shape_.seq_lens.size(); ++r) {
+      const std::int64_t queries = shape_.query_lens[r], first = query_start_loc_[r];
+      if (queries == 0) continue;
+      const std::int64_t keys = shape_.seq_lens[r];
+      const std::vector<double> q = request_queries(first, queries);
+      std::vector<double> k, v;
+      for (std::int64_t j = 0; j < keys; ++j) {
+        const std::vector<double> cached = to_doubles(key_row(static_cast<std::int64_t>(r), j));
+        k.insert(k.end(), cached.begin(), cached.end());
+        v.insert(v.end(), cached.begin(), cached.begin() + latent);
+      }
+      const oracle::AttentionResult one =
+          oracle::attention({queries, keys, heads, 1, row, latent, static_cast<double>(sm_scale_),
+                             shape_.causal, q, k, v});
+      std::copy(one.out.begin(), one.out.end(), all.out.begin() + first * heads * latent);
+      for (std::int64_t n = 0; n < heads; ++n) {
+        std::copy_n(one.lse.begin() + n * queries, queries, all.lse.begin() + n * tokens_ + first);
+      }
+    }
+    return all;
+  }
+
+ private:
+  /// Of the query's dtype and the cache's, the one with fewer bits of mantissa.
+  DType coarser() const {
+    return unit_roundoff(dtype_) > unit_roundoff(cache_.format().dtype) ? dtype_
+                                                                        : cache_.format().dtype;
+  }
+
+  std::vector<double> request_queries(std::int64_t first, std::int64_t queries) const {
+    const std::vector<double> latent = to_doubles(q_latent_.slice(0, first, first + queries));
+    const std::vector<double> rope = to_doubles(q_pe_.slice(0, first, first + queries));
+    std::vector<double> q;
+    for (std::int64_t i = 0; i < queries * shape_.heads; ++i) {
+      q.insert(q.end(), latent.begin() + i * shape_.latent,
+               latent.begin() + (i + 1) * shape_.latent);
+      q.insert(q.end(), rope.begin() + i * shape_.rope, rope.begin() + (i + 1) * shape_.rope);
+    }
+    return q;
+  }
+
+  void make_queries() {
+    const std::int64_t heads = shape_.heads, latent = shape_.latent, rope = shape_.rope;
+    switch (shape_.layout) {
+      case QueryLayout::separate:
+        query_memory_.emplace_back(dtype_,
+                                   std::initializer_list<std::int64_t>{tokens_, heads, latent});
+        query_memory_.emplace_back(dtype_,
+                                   std::initializer_list<std::int64_t>{tokens_, heads, rope});
+        q_latent_ = query_memory_[0];
+        q_pe_ = query_memory_[1];
+        break;
+      case QueryLayout::concatenated:
+        query_memory_.emplace_back(
+            dtype_, std::initializer_list<std::int64_t>{tokens_, heads, latent + rope});
+        q_latent_ = query_memory_[0].view().slice(2, 0, latent);
+        q_pe_ = query_memory_[0].view().slice(2, latent, latent + rope);
+        break;
+      case QueryLayout::head_major:
+        query_memory_.emplace_back(dtype_,
+                                   std::initializer_list<std::int64_t>{heads, tokens_, latent});
+        query_memory_.emplace_back(dtype_,
+                                   std::initializer_list<std::int64_t>{heads, tokens_, rope});
+        q_latent_ = query_memory_[0].view().transpose(0, 1);
+        q_pe_ = query_memory_[1].view().transpose(0, 1);
+        break;
+      case QueryLayout::reversed:
+        query_memory_.emplace_back(dtype_,
+                                   std::initializer_list<std::int64_t>{tokens_, heads, latent});
+        query_memory_.emplace_back(dtype_,
+                                   std::initializer_list<std::int64_t>{tokens_, heads, rope});
+        q_latent_ = reversed(query_memory_[0]);
+        q_pe_ = reversed(query_memory_[1]);
+        break;
+    }
+    // Padding rows stay NaN.
+    const std::int64_t actual = query_start_loc_.back();
+    fill_normal(q_latent_.slice(0, 0, actual), shape_.seed, shape_.logit_stddev);
+    fill_normal(q_pe_.slice(0, 0, actual), shape_.seed + 1, shape_.logit_stddev);
+  }
+
+  static TensorView reversed(const TensorView& view) {
+    TensorView result = view;
+    const auto last = static_cast<std::size_t>(view.ndim - 1);
+    const std::int64_t bytes = bytes_of(view.dtype, 1);
+    result.data = static_cast<std::byte*>(view.data) + (view.shape[last] - 1) * bytes;
+    result.strides[last] = -1;
+    return result;
+  }
+
+  void make_cache() {
+    const KvFormat format{shape_.cache_dtype == DType::u8 ? dtype_ : shape_.cache_dtype,
+                          shape_.latent + shape_.rope};
+    std::int64_t needed = 0;
+    table_width_ = 2;  // Two columns behind what the longest request needs.
+    for (std::int32_t len : shape_.seq_lens) {
+      const std::int64_t blocks = (len + shape_.block_size - 1) / shape_.block_size;
+      needed += blocks;
+      table_width_ = std::max(table_width_, blocks + 2);
+    }
+    KvCacheLayout layout;
+    layout.num_blocks = needed + 3;
+    layout.block_size = shape_.block_size;
+    layout.row_stride = format.row_bytes();
+    layout.block_stride = shape_.block_size * format.row_bytes() + shape_.block_gap_bytes;
+    layout.storage_offset = 64;
+    const std::int64_t bytes = PagedKvCache::required_bytes(format, layout);
+    cache_memory_ = Tensor::empty(DType::u8, {bytes});
+    poison_bytes(cache_memory_.view().data, bytes);
+    cache_ = PagedKvCache::view(cache_memory_.view().data, format, layout);
+
+    // A random permutation deals the blocks; everything behind a request's last one is garbage.
+    std::vector<std::int32_t> blocks(static_cast<std::size_t>(layout.num_blocks));
+    std::iota(blocks.begin(), blocks.end(), 0);
+    for (std::size_t i = blocks.size(); i > 1; --i) {
+      std::swap(blocks[i - 1], blocks[static_cast<std::size_t>(random_below(
+                                   shape_.seed + 2, i, static_cast<std::int64_t>(i)))]);
+    }
+    table_.assign(shape_.seq_lens.size() * static_cast<std::size_t>(table_width_), 0x7fffff00);
+    std::size_t next = 0;
+    for (std::size_t r = 0; r < shape_.seq_lens.size(); ++r) {
+      if (shape_.query_lens[r] == 0) continue;  // Nothing of it may be read.
+      const std::int64_t len = shape_.seq_lens[r];
+      for (std::int64_t b = 0; b * shape_.block_size < len; ++b) {
+        table_[r * static_cast<std::size_t>(table_width_) + static_cast<std::size_t>(b)] =
+            blocks[next++];
+      }
+      for (std::int64_t j = 0; j < len; ++j) {
+        fill_normal(key_row(static_cast<std::int64_t>(r), j),
+                    shape_.seed + 1000 * (r + 1) + static_cast<std::uint64_t>(j));
+      }
+    }
+  }
+
+  void make_outputs() {
+    out_ = std::make_unique<PaddedTensor>(
+        shape_.wide_out ? DType::f32 : dtype_,
+        std::initializer_list<std::int64_t>{tokens_, shape_.heads, shape_.latent});
+    lse_ = std::make_unique<PaddedTensor>(
+        DType::f32, std::initializer_list<std::int64_t>{shape_.heads, tokens_});
+  }
+
+  MlaShape shape_;
+  DType dtype_;
+  std::vector<std::int32_t> query_start_loc_;
+  std::int64_t tokens_ = 0;
+  float sm_scale_ = 0;
+  std::vector<PaddedTensor> query_memory_;
+  TensorView q_latent_, q_pe_;
+  Tensor cache_memory_;
+  PagedKvCache cache_;
+  std::vector<std::int32_t> table_;
+  std::int64_t table_width_ = 0;
+  std::unique_ptr<PaddedTensor> out_, lse_;
+};
+
+}  // namespace fovea::test
