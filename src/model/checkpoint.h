@@ -9,13 +9,14 @@
 #include <utility>
 #include <vector>
 
-#include "fovea/mla.h"
 #include "fovea/model.h"
+#include "model/layer_tensors.h"
 #include "model/safetensors.h"
 
 namespace fovea {
 
-/// Tensors by name. Shards are mapped when first asked for, and stay so while `files` of them live.
+/// Tensors by name. Shards are mapped when first asked for, and stay so as long as
+/// the checkpoint lives.
 class Checkpoint {
  public:
   /// Throws Error(corrupt_file) when neither the file nor the index is there or readable.
@@ -43,13 +44,7 @@ class Checkpoint {
   std::map<std::string, std::unique_ptr<SafetensorsFile>> files_;
 };
 
-/// The attention of one decoder layer as views of a checkpoint's mappings, in their dtypes and at
-/// their alignment.
-struct LayerTensors {
-  TensorView input_layernorm;
-  MlaWeights attention;
-};
-
+/// Views of the checkpoint's mappings.
 /// Throws Error that names file and tensor: missing, of another shape or dtype, or one that this
 /// architecture does not have and that would be ignored.
 LayerTensors read_layer(Checkpoint& checkpoint, const ModelConfig& config, std::int64_t layer);

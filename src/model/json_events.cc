@@ -52,8 +52,11 @@ class Adapter : public nlohmann::json_sax<json> {
   }
   bool parse_error(std::size_t position, const std::string&,
                    const nlohmann::detail::exception& error) override {
+    // After the library's own words for the place: "[id] parse error at line 1, column 3: ".
+    std::string_view reason = error.what();
+    if (const auto at = reason.find(": "); at != reason.npos) reason.remove_prefix(at + 2);
     fail(ErrorCode::corrupt_file, "{}: JSON is malformed at byte {}: {}", file_name_, position,
-         printable(error.what()));
+         printable(reason));
   }
 
  private:

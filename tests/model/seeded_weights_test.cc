@@ -1,0 +1,265 @@
+#include "model/seeded_weights.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <numeric>
+
+#include "fovea/error.h"
+#include "model/oracle_weights.h"
+#include "support/compare.h"
+
+namespace fovea {
+namespace {
+
+ModelConfig small_config() {
+  ModelConfig config;
+  config.dims = {.hidden_size = 48,
+                 .num_heads = 8,
+                 .q_lora_rank = 24,
+                 .kv_lora_rank = 40,
+                 .qk_nope_head_dim = 6,
+                 .qk_rope_head_dim = 4,
+                 .v_head_dim = 5,
+                 .sm_scale = 0.25f};
+  config.rope.dim = 4;
+  config.attention_bias = true;
+  return config;
+}
+
+LayerMemory make(const ModelConfig& config, std::uint64_t seed, std::int64_t layer, DType dtype,
+                 int threads = 2) {
+  return seeded_layer(config, seed, layer, dtype, *make_std_thread_pool(threads));
+}
+
+/// FNV-1a over the bits of f32 values.
+std::uint64_t fingerprint(const TensorView& view) {
+  std::uint64_t hash = 0xcbf29ce484222325;
+  for (std::int64_t i = 0; i < view.numel(); ++i) {
+    std::uint32_t bits = 0;
+    std::memcpy(&bits, static_cast<const float*>(view.data) + i, sizeof bits);
+    hash = (hash ^ bits) * 0x100000001b3;
+  }
+  return hash;
+}
+
+// The expected numbers come from tests/golden/seeded_weights.py.
+TEST(SeededWeights, EqualTheScriptsBitForBit) {
+  ModelConfig config = small_config();
+  const LayerMemory layer = make(config, 7, 3, DType::f32);
+  const MlaWeights& w = layer.tensors.attention;
+  EXPECT_EQ(fingerprint(layer.tensors.input_layernorm), 0xcccb9e2cd7ce386f);
+  EXPECT_EQ(fingerprint(w.q_a_proj), 0x17adc394b20d6916u);
+  EXPECT_EQ(fingerprint(w.q_a_layernorm), 0xa4fa5b6bd124e809);
+  EXPECT_EQ(fingerprint(w.q_b_proj), 0x594c96c6265f2ed9u);
+  EXPECT_EQ(fingerprint(w.kv_a_proj), 0xfb899a97cd008623);
+  EXPECT_EQ(fingerprint(w.kv_a_layernorm), 0xc33482e6fcb0d627);
+  EXPECT_EQ(fingerprint(w.kv_b_proj), 0x990a06128d3343u);
+  EXPECT_EQ(fingerprint(w.o_proj), 0xec9b8f342f23cdf5);
+  EXPECT_EQ(fingerprint(w.q_a_bias), 0x631b8781eae331e9u);
+  EXPECT_EQ(fingerprint(w.kv_a_bias), 0x26894ed6e277c90eu);
+  EXPECT_EQ(fingerprint(w.o_bias), 0xf486647cf1036897);
+
+  config.dims.q_lora_rank = 0;
+  const LayerMemory plain = make(config, 7, 3, DType::f32);
+  EXPECT_EQ(fingerprint(plain.tensors.attention.q_b_proj), 0xf38ef14b25cbe3b0);
+  EXPECT_FALSE(plain.tensors.attention.q_a_proj);
+  EXPECT_FALSE(plain.tensors.attention.q_a_bias);
+}
+
+TEST(SeededWeights, HiddenStatesEqualTheScriptsBitForBit) {
+  const Tensor row = Tensor::empty(DType::f32, {2048});
+  token_hidden_state(7, 12345, row);
+  EXPECT_EQ(row.ptr<float>()[0], -0x1.63aa72p-2f);
+  EXPECT_EQ(row.ptr<float>()[1], 0x1.210a14p+1f);
+  EXPECT_EQ(row.ptr<float>()[2], -0x1.f1386ap-1f);
+  EXPECT_EQ(row.ptr<float>()[2047], -0x1.61ef0ap-2f);
+}
+
+TEST(SeededWeights, ThreadsDoNotMatterAndDtypesOnlyRound) {
+  const ModelConfig config = small_config();
+  LayerMemory one = make(config, 1, 0, DType::f32, 1);
+  LayerMemory three = make(config, 1, 0, DType::f32, 3);
+  LayerMemory half = make(config, 1, 0, DType::bf16, 2);
+  std::vector<TensorView> views;
+  for_each_tensor(one.tensors, [&](TensorView& view) { views.push_back(view); });
+  std::size_t i = 0;
+  for_each_tensor(three.tensors,
+                  [&](TensorView& view) { EXPECT_TRUE(test::bits_equal(views[i++], view)); });
+  i = 0;
+  for_each_tensor(half.tensors, [&](TensorView& view) {
+    const Tensor rounded = Tensor::empty(
+        DType::bf16, std::span(view.shape.data(), static_cast<std::size_t>(view.ndim)));
+    copy(views[i++], rounded);
+    EXPECT_TRUE(test::bits_equal(rounded, view));
+  });
+  EXPECT_EQ(i, 11u);
+}
+
+TEST(SeededWeights, SeedLayerAndTokenChangeEverything) {
+  const ModelConfig config = small_config();
+  EXPECT_NE(fingerprint(make(config, 1, 0, DType::f32).tensors.attention.o_proj),
+            fingerprint(make(config, 2, 0, DType::f32).tensors.attention.o_proj));
+  EXPECT_NE(fingerprint(make(config, 1, 0, DType::f32).tensors.attention.o_proj),
+            fingerprint(make(config, 1, 1, DType::f32).tensors.attention.o_proj));
+  std::map<std::uint64_t, int> seen;
+  const Tensor row = Tensor::empty(DType::f32, {8});
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    for (std::int64_t token = 0; token < 50; ++token) {
+      token_hidden_state(seed, token, row);
+      ++seen[fingerprint(row)];
+    }
+  }
+  EXPECT_EQ(seen.size(), 1000u);
+}
+
+TEST(SeededWeights, HiddenStatesFillAnyRowAndNothingElse) {
+  const Tensor plain = Tensor::empty(DType::f32, {16});
+  token_hidden_state(3, 9, plain);
+  const Tensor wide = Tensor::zeros(DType::f16, {16, 2});
+  token_hidden_state(3, 9, wide.view().select(1, 0));
+  for (std::int64_t c = 0; c < 16; ++c) {
+    EXPECT_EQ(to_float(*wide.ptr<Float16>({c, 0})),
+              to_float(from_float<Float16>(plain.ptr<float>()[c])));
+    EXPECT_EQ(wide.ptr<Float16>({c, 1})->bits, 0);
+  }
+  EXPECT_THROW(token_hidden_state(3, 9, TensorView{}), Error);
+  EXPECT_THROW(token_hidden_state(3, 9, Tensor::empty(DType::f32, {2, 8})), Error);
+  EXPECT_THROW(token_hidden_state(3, 9, Tensor::empty(DType::i32, {16})), Error);
+}
+
+struct Moments {
+  double mean = 0, std = 0, largest = 0;
+};
+Moments moments(std::span<const double> x) {
+  Moments m;
+  for (const double v : x) m.mean += v / static_cast<double>(x.size());
+  for (const double v : x) {
+    m.std += (v - m.mean) * (v - m.mean) / static_cast<double>(x.size());
+    m.largest = std::max(m.largest, std::abs(v));
+  }
+  m.std = std::sqrt(m.std);
+  return m;
+}
+
+TEST(SeededWeights, ValuesAreAboutNormal) {
+  const Tensor row = Tensor::empty(DType::f32, {100000});
+  token_hidden_state(0, 0, row);
+  const std::vector<double> x = test::to_doubles(row);
+  const Moments m = moments(x);
+  EXPECT_NEAR(m.mean, 0, 0.015);
+  EXPECT_NEAR(m.std, 1, 0.01);
+  EXPECT_LT(m.largest, 3.47);
+  double fourth = 0;
+  for (const double v : x) fourth += v * v * v * v / 1e5;
+  EXPECT_NEAR(fourth, 2.7, 0.1);  // 3 - 1.2 / 4 for the sum of four uniforms.
+}
+
+/// Logits of the last of `num_tokens` tokens for each head, in float64.
+std::vector<std::vector<double>> last_token_logits(const ModelConfig& config,
+                                                   const LayerMemory& layer,
+                                                   std::int64_t num_tokens) {
+  const MlaDims& d = config.dims;
+  oracle::MlaWeights weights = test::oracle_weights(config, layer.tensors.attention);
+  weights.o_proj.clear();
+  const Tensor row = Tensor::empty(DType::f32, {d.hidden_size});
+  std::vector<double> hidden;
+  std::vector<std::int64_t> positions;
+  for (std::int64_t t = 0; t < num_tokens; ++t) {
+    token_hidden_state(0, 17 * t + 5, row);
+    const std::vector<double> x = test::to_doubles(row);
+    hidden.insert(hidden.end(), x.begin(), x.end());
+    positions.push_back(t);
+  }
+  hidden = oracle::rms_norm(hidden, test::to_doubles(layer.tensors.input_layernorm), 1e-6);
+  const std::vector<double> rows = oracle::mla_latent_rows(weights, hidden, positions);
+  const std::vector<double> q =
+      oracle::mla_queries(weights, std::span(hidden).last(static_cast<std::size_t>(d.hidden_size)),
+                          std::span(positions).last(1));
+
+  std::vector<std::vector<double>> logits;
+  for (std::int64_t h = 0; h < d.num_heads; ++h) {
+    std::vector<double> absorbed(static_cast<std::size_t>(d.latent_dim()), 0.0);
+    const double* query = q.data() + h * d.qk_head_dim();
+    for (std::int64_t p = 0; p < d.qk_nope_head_dim; ++p) {
+      const double* w_uk =
+          weights.kv_b_proj.data() + (h * (d.qk_nope_head_dim + d.v_head_dim) + p) * d.kv_lora_rank;
+      for (std::int64_t l = 0; l < d.kv_lora_rank; ++l) {
+        absorbed[static_cast<std::size_t>(l)] += query[p] * w_uk[l];
+      }
+    }
+    std::copy(query + d.qk_nope_head_dim, query + d.qk_head_dim(),
+              absorbed.begin() + d.kv_lora_rank);
+    std::vector<double>& of_head = logits.emplace_back();
+    for (std::int64_t t = 0; t < num_tokens; ++t) {
+      of_head.push_back(d.sm_scale * std::inner_product(absorbed.begin(), absorbed.end(),
+                                                        rows.begin() + t * d.latent_dim(), 0.0));
+    }
+  }
+  return logits;
+}
+
+double largest_weight(const std::vector<double>& logits) {
+  const double top = *std::max_element(logits.begin(), logits.end());
+  double sum = 0;
+  for (const double x : logits) sum += std::exp(x - top);
+  return 1 / sum;
+}
+
+class PresetLogits : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(PresetLogits, LookLikeATrainedModels) {
+  const auto& presets = model_presets();
+  const auto preset = std::find_if(presets.begin(), presets.end(),
+                                   [](const PresetInfo& p) { return p.name == GetParam(); });
+  ASSERT_NE(preset, presets.end());
+  ModelConfig config = preset->config;
+  // The largest models' statistics do not depend on these; their size would only cost time.
+  config.dims.num_heads = std::min<std::int64_t>(config.dims.num_heads, 16);
+  config.dims.hidden_size = std::min<std::int64_t>(config.dims.hidden_size, 768);
+  const LayerMemory layer = make(config, 0, 0, DType::f32);
+  constexpr std::int64_t kTokens = 160;
+  const auto logits = last_token_logits(config, layer, kTokens);
+
+  double mean_std = 0, peaked_std = 0, plain_std = 0;
+  int peaked = 0, plain = 0;
+  std::vector<double> local_weights;
+  for (std::size_t h = 0; h < logits.size(); ++h) {
+    // Of a local head the token itself is the exception, not part of the spread.
+    const double std = moments(std::span(logits[h]).first(kTokens - 1)).std;
+    mean_std += std / static_cast<double>(logits.size());
+    if (h % 8 == 3) peaked_std += std, ++peaked;
+    if (h % 8 != 3 && h % 8 != 5) plain_std += std, ++plain;
+    if (h % 8 == 5)
+      local_weights.push_back(
+          std::exp(logits[h].back()) /
+          std::accumulate(logits[h].begin(), logits[h].end(), 0.0,
+                          [](double sum, double x) { return sum + std::exp(x); }));
+  }
+  EXPECT_GE(mean_std, 3.0);
+  EXPECT_LE(mean_std, 6.0);
+  EXPECT_GT(peaked_std / peaked, 1.25 * plain_std / plain);
+  EXPECT_GT(moments(local_weights).mean, 0.25);
+  for (const auto& of_head : logits) EXPECT_GT(largest_weight(of_head), 4.0 / kTokens);
+
+  // The largest latent channels stand out from the rest.
+  std::vector<double> norm = test::to_doubles(layer.tensors.attention.kv_a_layernorm);
+  std::sort(norm.begin(), norm.end());
+  EXPECT_GT(norm.back(), 4 * norm[norm.size() / 2]);
+}
+
+INSTANTIATE_TEST_SUITE_P(Presets, PresetLogits,
+                         ::testing::Values("deepseek-v2", "deepseek-v2-lite", "deepseek-v3",
+                                           "kimi-k2", "minicpm3-4b", "glm-4.7-flash"),
+                         [](const auto& preset) {
+                           std::string name = preset.param;
+                           std::replace_if(
+                               name.begin(), name.end(), [](char c) { return !std::isalnum(c); },
+                               '_');
+                           return name;
+                         });
+
+}  // namespace
+}  // namespace fovea
