@@ -109,10 +109,7 @@ bool Scheduler::make_room(std::size_t index) {
 }
 
 void Scheduler::preempt_youngest() {
-  Sequence& youngest = *running_.back();
-  youngest.table.clear();
-  youngest.computed = 0;
-  youngest.published = 0;
+  running_.back()->table.clear();
   waiting_.push_front(std::move(running_.back()));
   running_.pop_back();
   ++num_preemptions_;
