@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -183,7 +184,7 @@ inline void fill_uniform(const TensorView& view, std::uint64_t seed, double low,
 inline constexpr std::byte kPoison{0xff};
 
 inline void poison_bytes(void* memory, std::int64_t bytes) {
-  std::memset(memory, std::to_integer<int>(kPoison), static_cast<std::size_t>(bytes));
+  std::fill_n(static_cast<std::byte*>(memory), bytes, kPoison);
 }
 
 /// Only the view's own elements; the bytes between them stay.
