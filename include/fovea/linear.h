@@ -10,8 +10,8 @@
 
 namespace fovea {
 
-/// How products are computed. FOVEA_LINEAR=onednn|plain|auto decides where `automatic` is asked for;
-/// another value is an error.
+/// How products are computed. FOVEA_LINEAR=onednn|plain|auto decides where `automatic` is asked
+/// for; another value is an error.
 enum class LinearBackend : std::uint8_t {
   automatic,  ///< oneDNN where it computes in the weights' dtype in its own layout (AVX-512), else
               ///< plain.
@@ -22,7 +22,7 @@ enum class LinearBackend : std::uint8_t {
 /// y = x W^T + bias with W [out_features, in_features]. Immutable but for `reload`; shared freely.
 class Linear {
  public:
-  Linear() = default;
+  Linear();
   /// Copies and packs `weight` [out, in] (any strides) and `bias` [out] (optional), both of one
   /// compute dtype. Throws Error(invalid_argument) on shapes, Error(unsupported) when the forced
   /// backend was not built in.
@@ -36,7 +36,7 @@ class Linear {
   std::int64_t in_features() const;
   std::int64_t out_features() const;
   DType dtype() const;
-  std::int64_t weight_bytes() const;        ///< As packed.
+  std::int64_t weight_bytes() const;      ///< As packed.
   std::string_view backend_name() const;  ///< "onednn/bf16", "onednn/f32", "plain", ...
 
   /// x [T, in], out [T, out], both of dtype(), unit innermost stride, any row stride; no overlap.
@@ -55,7 +55,7 @@ class Linear {
 /// out[t, n] = x[t, n] W[n] for each head n, W [N, K, M]: the absorbed products of MLA.
 class BatchedLinear {
  public:
-  BatchedLinear() = default;
+  BatchedLinear();
   /// `weight` [N, K, M] of a compute dtype, any strides.
   explicit BatchedLinear(const TensorView& weight,
                          LinearBackend backend = LinearBackend::automatic);
@@ -64,7 +64,7 @@ class BatchedLinear {
   BatchedLinear& operator=(BatchedLinear&&) noexcept;
 
   explicit operator bool() const { return impl_ != nullptr; }
-  std::int64_t weight_bytes() const;        ///< As packed.
+  std::int64_t weight_bytes() const;      ///< As packed.
   std::string_view backend_name() const;  ///< As Linear's.
   /// x [T, N, K], out [T, N, M], dtype of the weight, unit innermost stride, any other strides; no
   /// overlap. Sums are f32; a result is rounded once, to nearest even.

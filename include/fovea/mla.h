@@ -60,12 +60,31 @@ struct MlaOptions {
   LinearBackend linear = LinearBackend::automatic;
 };
 
+/// kv_b_proj as the absorbed form multiplies with it: views of its memory.
+struct MlaUpProjections {
+  TensorView w_uk;  ///< [N, P, L]
+  TensorView w_uv;  ///< [N, L, V]
+};
+/// `kv_b_proj` [N * (P + V), L]; throws Error(invalid_argument) that prints all of its numbers.
+MlaUpProjections mla_up_projections(const MlaDims& dims, const TensorView& kv_b_proj,
+                                    KvBOrder order);
+
+/// What a step may be at most. Plans must be made for the context's plan_target.
+struct MlaLimits {
+  std::int64_t max_tokens = 0;            ///< Rows of a step.
+  std::int64_t max_num_seqs = 0;          ///< Requests of a step.
+  std::int64_t workspace_rows = 0;        ///< Context rows of a chunk.
+  std::int64_t max_seq_len = 0;           ///< Keys of a request.
+  std::int64_t max_decode_query_len = 1;  ///< Query tokens of a decode.
+};
+
 /// A step's operands, shared by all layers of a KV group but for the cache.
 struct MlaStep {
   const BatchPlan* plan = nullptr;  ///< Null: profile run (see MlaLayer::operator()).
   BlockTableView block_table;       ///< [requests of the batch, width], decodes first.
   TensorView slot_mapping;          ///< [T] i32 or i64; absent: nothing is appended.
   TensorView positions;             ///< [T] or [1, T]; may be absent when nothing is rotated.
+  MlaLimits profile_limits;         ///< Without a plan: what the worst step is.
 };
 
 /// Attention over already projected operands, before o_proj: expanded prefill with context chunks,
@@ -73,42 +92,70 @@ struct MlaStep {
 class MlaAttention {
  public:
   MlaAttention() = default;
-  /// `kv_b_proj` [N * (P + V), L]; throws Error(invalid_argument) that prints all of its numbers.
+  /// `kv_b_proj` as for mla_up_projections. With MlaAbsorption::full the weights of decode are left
+  /// out: the caller brings queries in the latent space.
   MlaAttention(const MlaDims& dims, const TensorView& kv_b_proj, KvBOrder order,
-               LinearBackend linear);
+               LinearBackend linear, MlaAbsorption absorption = MlaAbsorption::two_step);
 
   const MlaDims& dims() const { return dims_; }
+  DType dtype() const { return kv_b_proj_.dtype(); }
+  std::int64_t weight_bytes() const;
 
+  /// All of dtype(). Rows are tokens, decodes first; Td is the number of decode tokens. With full
+  /// absorption `q` and `out` are [T - Td, ...]: the rows after the decodes.
   struct Operands {
     TensorView q;     ///< [T, N, P + R], rope part already rotated.
-    TensorView kv_c;  ///< [T, L], normed.
+    TensorView kv_c;  ///< [T, L], normed; unit innermost stride.
     TensorView k_pe;  ///< [T, R], rotated.
     TensorView out;   ///< [T, N, V]; unit innermost stride.
-    /// Optional [decode tokens, N, L]: queries already in the latent space (full absorption), and
-    /// where the decode rows' latent output goes; out's decode rows are then left alone.
-    TensorView decode_q_latent;
-    TensorView decode_out_latent;
+    // Full absorption only.
+    TensorView decode_q_latent;    ///< [Td, N, L], q_nope through W_UK.
+    TensorView decode_q_pe;        ///< [Td, N, R], rotated.
+    TensorView decode_out_latent;  ///< [Td, N, L], written.
   };
   /// Appends the new rows to `cache`, then attends. Every row of `out` is written: rows past the
-  /// plan's tokens with zeros.
+  /// plan's tokens with zeros. Whatever is wrong is said before anything is written.
   void operator()(const OpContext& ctx, const Operands& operands, const MlaStep& step,
                   const PagedKvCache& cache) const;
-  /// Scratch of a step, for any batch that `plan` describes.
-  std::int64_t workspace_bytes(const OpContext& ctx, const BatchPlan& plan,
-                               std::int64_t tokens, DType dtype) const;
+
+  /// Scratch of a step: exactly what it takes.
+  std::int64_t workspace_bytes(const OpContext& ctx, const BatchPlan& plan) const;
+  /// Scratch that suffices for every step within `limits`.
+  std::int64_t workspace_bytes(const OpContext& ctx, const MlaLimits& limits) const;
+  /// New values in the same storage.
   void reload(const TensorView& kv_b_proj, KvBOrder order);
 
-  // Weights in the layouts of the absorbed form, for full absorption: [N, P, L] and [N, L, V].
-  TensorView w_uk() const { return w_uk_; }
-  TensorView w_uv() const { return w_uv_; }
-
  private:
+  struct PrefillRows;
+  struct Expanded;
+  void check(const OpContext& ctx, const Operands& operands, const MlaStep& step,
+             const PagedKvCache& cache) const;
+  void decode(const OpContext& ctx, const Operands& operands, const MlaStep& step,
+              const PagedKvCache& cache) const;
+  void prefill(const OpContext& ctx, const PrefillRows& rows, const MlaStep& step,
+               const PagedKvCache& cache) const;
+  void attend_new_tokens(const OpContext& ctx, const PrefillRows& rows, const BatchPlan& plan,
+                         const AttentionState& result) const;
+  void attend_chunk(const OpContext& ctx, const PrefillRows& rows, const ContextChunk& chunk,
+                    const MlaStep& step, const PagedKvCache& cache,
+                    const AttentionState& context) const;
+  Expanded split_expanded(const TensorView& kv) const;
+
+  std::int64_t decode_bytes(const OpContext& ctx, const DecodeSchedule& schedule,
+                            std::int64_t tokens) const;
+  std::int64_t attention_bytes(const OpContext& ctx, const PrefillSchedule& schedule,
+                               std::int64_t queries, std::int64_t keys) const;
+  std::int64_t expanded_bytes(std::int64_t keys) const;
+  std::int64_t state_bytes(std::int64_t tokens) const;
+  std::int64_t new_tokens_bytes(std::int64_t tokens, std::int64_t attention) const;
+  std::int64_t chunk_bytes(std::int64_t queries, std::int64_t keys, bool merges,
+                           std::int64_t attention) const;
+
   MlaDims dims_;
-  Tensor w_uk_;
-  Tensor w_uv_;
+  KvBOrder order_ = KvBOrder::per_head;
   Linear kv_b_proj_;      ///< Expands latent rows for prefill.
-  BatchedLinear absorb_;  ///< q_nope [T, N, P] -> [T, N, L]
-  BatchedLinear v_up_;    ///< latent output [T, N, L] -> [T, N, V]
+  BatchedLinear absorb_;  ///< q_nope [T, N, P] -> [T, N, L]; two steps only.
+  BatchedLinear v_up_;    ///< Latent output [T, N, L] -> [T, N, V]; two steps only.
 };
 
 /// The whole attention layer of a model: projections, norms, rotation, attention, o_proj.
@@ -124,21 +171,15 @@ class MlaLayer {
   DType dtype() const;
 
   /// out [T, H] = layer(hidden [T, H]), after o_proj, both of dtype(). Rows past the plan's tokens
-  /// come out as zeros. Without a plan (profile run): zeros, after taking the workspace that the
-  /// worst step needs.
+  /// are not read and come out as zeros. Without a plan (profile run): zeros, after reserving and
+  /// taking the workspace that the worst step needs.
   void operator()(const OpContext& ctx, const TensorView& hidden, const TensorView& out,
                   const MlaStep& step, const PagedKvCache& cache) const;
 
-  /// Scratch for a step of `tokens` rows under `plan`.
-  std::int64_t workspace_bytes(const OpContext& ctx, const BatchPlan& plan,
-                               std::int64_t tokens) const;
-  /// Scratch that suffices for every step within these limits.
-  struct Limits {
-    std::int64_t max_tokens = 0;      ///< Rows of a step.
-    std::int64_t max_num_seqs = 0;    ///< Requests of a step.
-    std::int64_t workspace_rows = 0;  ///< Context rows of a chunk.
-  };
-  std::int64_t workspace_bytes(const OpContext& ctx, const Limits& limits) const;
+  /// Scratch of a step: exactly what it takes.
+  std::int64_t workspace_bytes(const OpContext& ctx, const BatchPlan& plan) const;
+  /// Scratch that suffices for every step within `limits`.
+  std::int64_t workspace_bytes(const OpContext& ctx, const MlaLimits& limits) const;
   std::int64_t weight_bytes() const;
   /// New values in the same storage. Same shapes and dtype.
   void reload(const MlaWeights& weights);

@@ -22,18 +22,21 @@ struct YarnScaling {
   double mscale_all_dim = 0;
 };
 
-/// LongRoPE (Ding et al. 2024): one divisor per channel pair, short below the original length, and
-/// amplitude sqrt(1 + ln(max / original) / ln(original)).
+/// LongRoPE (Ding et al. 2024): one divisor per channel pair, and amplitude
+/// sqrt(1 + ln(max / original) / ln(original)) for a max beyond the original length. The short
+/// divisors serve a table of up to the original length, the long ones every longer table: one
+/// sequence's cached keys must not mix both.
 struct LongRopeScaling {
   std::vector<double> short_factor;  ///< [R / 2]
   std::vector<double> long_factor;   ///< [R / 2]
   std::int64_t original_max_position = 0;
+  std::int64_t max_position = 0;  ///< Of the trained model; 0: RopeConfig::max_position.
 };
 
 struct RopeConfig {
   std::int64_t dim = 0;  ///< R, even.
   double theta = 10000.0;
-  std::int64_t max_position = 0;
+  std::int64_t max_position = 0;  ///< Rows of the table.
   RopePairing pairing = RopePairing::interleaved;
   std::variant<std::monostate, YarnScaling, LongRopeScaling> scaling;
 };
@@ -45,14 +48,15 @@ double yarn_mscale(double factor, double m);
 class RotaryEmbedding {
  public:
   RotaryEmbedding() = default;
+  /// Throws Error(invalid_argument) that names the field.
   explicit RotaryEmbedding(const RopeConfig& config);
 
   const RopeConfig& config() const { return config_; }
-  std::vector<double> inv_freq() const;
-  double amplitude() const;
+  std::vector<double> inv_freq() const;                          ///< [R / 2]
+  double amplitude() const;                                      ///< Factor of cosine and sine.
   const TensorView& cos_sin() const { return cos_sin_.view(); }  ///< [max_position, R] f32
 
-  /// Rotates x [T, N, R] in place.
+  /// Rotates x [T, N, R] in place; positions [T] or [1, T].
   void operator()(const OpContext& ctx, const TensorView& x, const TensorView& positions) const;
 
  private:

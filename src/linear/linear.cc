@@ -103,6 +103,7 @@ Linear::Linear(const TensorView& weight, const TensorView& bias, LinearBackend b
   impl_->product->load(as_product_weight(weight), bias);
 }
 
+Linear::Linear() = default;
 Linear::~Linear() = default;
 Linear::Linear(Linear&&) noexcept = default;
 Linear& Linear::operator=(Linear&&) noexcept = default;
@@ -165,6 +166,7 @@ BatchedLinear::BatchedLinear(const TensorView& weight, LinearBackend backend) {
   impl_->product->load(weight, {});
 }
 
+BatchedLinear::BatchedLinear() = default;
 BatchedLinear::~BatchedLinear() = default;
 BatchedLinear::BatchedLinear(BatchedLinear&&) noexcept = default;
 BatchedLinear& BatchedLinear::operator=(BatchedLinear&&) noexcept = default;

@@ -1,0 +1,295 @@
+#include <algorithm>
+#include <limits>
+
+#include "core/check.h"
+#include "fovea/mla.h"
+#include "layers/rows.h"
+#include "ops/checks.h"
+
+namespace fovea {
+
+/// The rows after the decodes, up to the plan's tokens: Tp of them.
+struct MlaAttention::PrefillRows {
+  TensorView q;     ///< [Tp, N, P + R]
+  TensorView kv_c;  ///< [Tp, L]
+  TensorView k_pe;  ///< [Tp, R]
+  TensorView out;   ///< [Tp, N, V]
+};
+
+/// Views of kv_b_proj's output.
+struct MlaAttention::Expanded {
+  TensorView k_nope;  ///< [T, N, P]
+  TensorView v;       ///< [T, N, V]
+};
+
+namespace {
+
+constexpr float kEmptyLse = -std::numeric_limits<float>::infinity();
+
+/// Tokens [begin, end) of a state.
+AttentionState slice(const AttentionState& state, std::int64_t begin, std::int64_t end) {
+  return {state.out.slice(0, begin, end), state.lse.slice(1, begin, end)};
+}
+
+AttentionState take_state(WorkspaceScope& scope, std::int64_t tokens, const MlaDims& dims) {
+  return {scope.take(DType::f32, {tokens, dims.num_heads, dims.v_head_dim}),
+          scope.take(DType::f32, {dims.num_heads, tokens})};
+}
+
+void set_empty(const AttentionState& state) {
+  fill_zero(state.out);
+  for (std::int64_t n = 0; n < state.lse.shape[0]; ++n) {
+    std::fill_n(state.lse.ptr<float>({n}), state.lse.shape[1], kEmptyLse);
+  }
+}
+
+void copy_state(const OpContext& ctx, const AttentionState& from, const AttentionState& to) {
+  ctx.pool->run(from.out.shape[0],
+                [&](std::int64_t t) { copy(from.out.select(0, t), to.out.select(0, t)); });
+  copy(from.lse, to.lse);
+}
+
+/// The rows of requests from `first` on.
+BlockTableView requests_from(const BlockTableView& table, std::int64_t first,
+                             std::int64_t requests) {
+  return {.data = table.data + first * table.stride,
+          .requests = requests,
+          .width = table.width,
+          .stride = table.stride};
+}
+
+}  // namespace
+
+MlaAttention::MlaAttention(const MlaDims& dims, const TensorView& kv_b_proj, KvBOrder order,
+                           LinearBackend linear, MlaAbsorption absorption)
+    : dims_(dims.validated()), order_(order) {
+  const MlaUpProjections up = mla_up_projections(dims_, kv_b_proj, order);
+  kv_b_proj_ = Linear(kv_b_proj, {}, linear);
+  if (absorption == MlaAbsorption::two_step) {
+    absorb_ = BatchedLinear(up.w_uk, linear);
+    v_up_ = BatchedLinear(up.w_uv, linear);
+  }
+}
+
+void MlaAttention::reload(const TensorView& kv_b_proj, KvBOrder order) {
+  const MlaUpProjections up = mla_up_projections(dims_, kv_b_proj, order);
+  kv_b_proj_.reload(kv_b_proj, {});
+  order_ = order;
+  if (absorb_) absorb_.reload(up.w_uk);
+  if (v_up_) v_up_.reload(up.w_uv);
+}
+
+std::int64_t MlaAttention::weight_bytes() const {
+  return kv_b_proj_.weight_bytes() + (absorb_ ? absorb_.weight_bytes() + v_up_.weight_bytes() : 0);
+}
+
+MlaAttention::Expanded MlaAttention::split_expanded(const TensorView& kv) const {
+  const std::int64_t N = dims_.num_heads, P = dims_.qk_nope_head_dim, V = dims_.v_head_dim;
+  if (order_ == KvBOrder::per_head) {
+    const TensorView heads = kv.split(1, N, P + V);
+    return {heads.slice(2, 0, P), heads.slice(2, P, P + V)};
+  }
+  return {kv.slice(1, 0, N * P).split(1, N, P), kv.slice(1, N * P, N * (P + V)).split(1, N, V)};
+}
+
+// ---------------------------------------------------------------- checks
+
+namespace {
+
+/// Block ids of all keys that the step reads, so that nothing is appended when one is wrong.
+void check_needed_blocks(const BatchPlan& plan, const BlockTableView& table,
+                         const PagedKvCache& cache) {
+  constexpr const char* kName = "mla_attention";
+  const DecodeSchedule& decode = plan.decode;
+  for (std::size_t r = 0; r < decode.seq_lens.size(); ++r) {
+    if (decode.query_start_loc[r] == decode.query_start_loc[r + 1]) continue;
+    check_block_row(kName, table, cache, static_cast<std::int64_t>(r), 0, decode.seq_lens[r]);
+  }
+  for (std::size_t r = 0; r < plan.context_lens.size(); ++r) {
+    if (plan.context_lens[r] == 0) continue;
+    check_block_row(kName, table, cache, plan.split.num_decodes + static_cast<std::int64_t>(r), 0,
+                    plan.context_lens[r]);
+  }
+}
+
+}  // namespace
+
+void MlaAttention::check(const OpContext& ctx, const Operands& o, const MlaStep& step,
+                         const PagedKvCache& cache) const {
+  const BatchPlan& plan = *step.plan;
+  const std::int64_t N = dims_.num_heads, L = dims_.kv_lora_rank, R = dims_.qk_rope_head_dim;
+  const std::int64_t tokens = o.kv_c.ndim == 2 ? o.kv_c.shape[0] : 0;
+  const std::int64_t decodes = plan.split.num_decode_tokens;
+  const bool absorbed = static_cast<bool>(o.decode_q_latent);
+  FOVEA_CHECK(absorbed || absorb_, invalid_argument,
+              "decode_q_latent is absent, but must be there: this attention was made for full "
+              "absorption");
+  FOVEA_CHECK(plan.num_actual_tokens <= tokens, invalid_argument,
+              "kv_c is {}, but must have the {} rows of the plan", to_string(o.kv_c),
+              plan.num_actual_tokens);
+  const std::int64_t rows = tokens - (absorbed ? decodes : 0);
+  check_rows("q", o.q, dtype(), {rows, N, dims_.qk_head_dim()});
+  check_rows("kv_c", o.kv_c, dtype(), {tokens, L});
+  check_shape("k_pe", o.k_pe, dtype(), {tokens, R});
+  check_rows("out", o.out, dtype(), {rows, N, dims_.v_head_dim});
+  if (absorbed) {
+    check_rows("decode_q_latent", o.decode_q_latent, dtype(), {decodes, N, L});
+    check_rows("decode_q_pe", o.decode_q_pe, dtype(), {decodes, N, R});
+    check_rows("decode_out_latent", o.decode_out_latent, dtype(), {decodes, N, L});
+  }
+  if (step.slot_mapping) check_indices("slot_mapping", step.slot_mapping, tokens);
+  for (const ContextChunk& chunk : plan.chunks) {
+    FOVEA_CHECK(!chunk.parallel, unsupported,
+                "plan is split over {} context ranks, but this layer attends on one",
+                chunk.parallel->local_context_lens_all_ranks.empty()
+                    ? 0
+                    : chunk.parallel->local_context_lens_all_ranks.front().size());
+  }
+  check_cache("mla_attention", &cache, dims_.latent_dim(), "L + R");
+  const std::int64_t requests = std::int64_t{plan.split.num_decodes} + plan.split.num_prefills;
+  FOVEA_CHECK(step.block_table.requests >= requests, invalid_argument,
+              "block_table has {} rows, but must have one for each of the plan's {} requests",
+              step.block_table.requests, requests);
+  check_needed_blocks(plan, step.block_table, cache);
+  const std::int64_t needed = workspace_bytes(ctx, plan);
+  const std::int64_t left =
+      ctx.workspace != nullptr ? ctx.workspace->capacity() - ctx.workspace->used() : 0;
+  FOVEA_CHECK(needed <= left, resource_exhausted,
+              "workspace has {} bytes left, but the step needs {}: reserve workspace_bytes", left,
+              needed);
+}
+
+// ---------------------------------------------------------------- a step
+
+void MlaAttention::operator()(const OpContext& ctx, const Operands& o, const MlaStep& step,
+                              const PagedKvCache& cache) const {
+  FOVEA_CHECK(step.plan != nullptr, invalid_argument,
+              "step.plan is null, but attention needs one: profile runs end in the layer");
+  check(ctx, o, step, cache);
+  const BatchPlan& plan = *step.plan;
+  const std::int64_t actual = plan.num_actual_tokens;
+  const std::int64_t decodes = plan.split.num_decode_tokens;
+  if (step.slot_mapping) {
+    kv_append(ctx, {.kv_c = o.kv_c.slice(0, 0, actual),
+                    .k_pe = o.k_pe.slice(0, 0, actual),
+                    .slot_mapping = step.slot_mapping.slice(0, 0, actual),
+                    .cache = &cache});
+  }
+  if (decodes > 0) decode(ctx, o, step, cache);
+  // Rows of q and out that belong to decodes.
+  const std::int64_t skipped = o.decode_q_latent ? 0 : decodes;
+  const std::int64_t end = skipped + actual - decodes;
+  if (actual > decodes) {
+    prefill(ctx,
+            {.q = o.q.slice(0, skipped, end),
+             .kv_c = o.kv_c.slice(0, decodes, actual),
+             .k_pe = o.k_pe.slice(0, decodes, actual),
+             .out = o.out.slice(0, skipped, end)},
+            step, cache);
+  }
+  fill_zero(o.out.slice(0, end, o.out.shape[0]));
+}
+
+void MlaAttention::decode(const OpContext& ctx, const Operands& o, const MlaStep& step,
+                          const PagedKvCache& cache) const {
+  const std::int64_t N = dims_.num_heads, L = dims_.kv_lora_rank, P = dims_.qk_nope_head_dim;
+  const std::int64_t tokens = step.plan->split.num_decode_tokens;
+  const bool absorbed = static_cast<bool>(o.decode_q_latent);
+  WorkspaceScope scope(*ctx.workspace);
+  MlaDecodeParams params{.q_latent = o.decode_q_latent,
+                         .q_pe = o.decode_q_pe,
+                         .cache = &cache,
+                         .block_table = step.block_table,
+                         .out = o.decode_out_latent,
+                         .lse = {},
+                         .schedule = &step.plan->decode,
+                         .variant = step.plan->variant,
+                         .sm_scale = dims_.sm_scale};
+  if (!absorbed) {
+    const TensorView q = o.q.slice(0, 0, tokens);
+    params.q_latent = scope.take(dtype(), {tokens, N, L});
+    params.q_pe = q.slice(2, P, dims_.qk_head_dim());
+    params.out = scope.take(dtype(), {tokens, N, L});
+    absorb_(ctx, q.slice(2, 0, P), params.q_latent);  // [Td, N, P] -> [Td, N, L]
+  }
+  mla_decode(ctx, params);
+  if (!absorbed) v_up_(ctx, params.out, o.out.slice(0, 0, tokens));  // -> [Td, N, V]
+}
+
+void MlaAttention::prefill(const OpContext& ctx, const PrefillRows& rows, const MlaStep& step,
+                           const PagedKvCache& cache) const {
+  const BatchPlan& plan = *step.plan;
+  if (!plan.has_context()) return attend_new_tokens(ctx, rows, plan, {.out = rows.out, .lse = {}});
+  const std::int64_t tokens = rows.q.shape[0];
+  WorkspaceScope scope(*ctx.workspace);
+  const AttentionState context = take_state(scope, tokens, dims_);
+  for (const IndexRange& range : plan.empty_token_slices) {
+    set_empty(slice(context, range.begin, range.end));
+  }
+  for (const ContextChunk& chunk : plan.chunks) {
+    attend_chunk(ctx, rows, chunk, step, cache, context);
+  }
+  const AttentionState new_tokens = take_state(scope, tokens, dims_);
+  attend_new_tokens(ctx, rows, plan, new_tokens);
+  merge_state(ctx,
+              {.prefix = context, .suffix = new_tokens, .result = {.out = rows.out, .lse = {}}});
+}
+
+/// The new tokens among themselves, from their fresh rows: the cache's copy may be quantised.
+void MlaAttention::attend_new_tokens(const OpContext& ctx, const PrefillRows& rows,
+                                     const BatchPlan& plan, const AttentionState& result) const {
+  WorkspaceScope scope(*ctx.workspace);
+  const TensorView kv = scope.take(dtype(), {rows.kv_c.shape[0], kv_b_proj_.out_features()});
+  kv_b_proj_(ctx, rows.kv_c, kv);  // [Tp, L] -> [Tp, N * (P + V)]
+  const Expanded expanded = split_expanded(kv);
+  attention_prefill(ctx, {.q = rows.q,
+                          .k = expanded.k_nope,
+                          .k_pe = rows.k_pe,
+                          .v = expanded.v,
+                          .out = result.out,
+                          .lse = result.lse,
+                          .schedule = &plan.prefill,
+                          .variant = plan.variant,
+                          .sm_scale = dims_.sm_scale});
+}
+
+/// A chunk's context rows, gathered and expanded; joins the chunk's partial with `context`.
+void MlaAttention::attend_chunk(const OpContext& ctx, const PrefillRows& rows,
+                                const ContextChunk& chunk, const MlaStep& step,
+                                const PagedKvCache& cache, const AttentionState& context) const {
+  const std::int64_t L = dims_.kv_lora_rank, keys = chunk.num_context_tokens;
+  const std::int64_t begin = chunk.tokens.begin, end = chunk.tokens.end;
+  WorkspaceScope scope(*ctx.workspace);
+  const TensorView latent = scope.take(dtype(), {keys, dims_.latent_dim()});
+  kv_gather(ctx, {.cache = &cache,
+                  .block_table = requests_from(step.block_table,
+                                               step.plan->split.num_decodes + chunk.requests.begin,
+                                               chunk.requests.size()),
+                  .starts = chunk.starts,
+                  .seq_lens = chunk.seq_lens,
+                  .out = latent});
+  const TensorView kv = scope.take(dtype(), {keys, kv_b_proj_.out_features()});
+  kv_b_proj_(ctx, latent.slice(1, 0, L), kv);  // [keys, L] -> [keys, N * (P + V)]
+  const Expanded expanded = split_expanded(kv);
+
+  const AttentionState target = slice(context, begin, end);
+  const std::int64_t merged = chunk.merge_end - begin;  // Tokens that have a partial already.
+  const AttentionState partial = merged > 0 ? take_state(scope, end - begin, dims_) : target;
+  AttentionVariant variant = step.plan->variant;
+  variant.causal = false;  // All context comes before all new tokens.
+  attention_prefill(ctx, {.q = rows.q.slice(0, begin, end),
+                          .k = expanded.k_nope,
+                          .k_pe = latent.slice(1, L, dims_.latent_dim()),
+                          .v = expanded.v,
+                          .out = partial.out,
+                          .lse = partial.lse,
+                          .schedule = &chunk.schedule,
+                          .variant = variant,
+                          .sm_scale = dims_.sm_scale});
+  if (merged == 0) return;
+  const AttentionState running = slice(target, 0, merged);
+  merge_state(ctx, {.prefix = running, .suffix = slice(partial, 0, merged), .result = running});
+  copy_state(ctx, slice(partial, merged, end - begin), slice(target, merged, end - begin));
+}
+
+}  // namespace fovea

@@ -1,0 +1,113 @@
+// What MlaAttention takes of the workspace, in the order in which mla_attention.cc takes it.
+#include <algorithm>
+
+#include "fovea/mla.h"
+#include "layers/worst_case.h"
+
+namespace fovea {
+namespace {
+
+/// Of a view with a shape alone: what ops read to size their scratch.
+TensorView shape_only(DType dtype, std::initializer_list<std::int64_t> shape) {
+  static std::byte present;
+  return TensorView::contiguous(&present, dtype, shape);
+}
+
+std::int64_t rounded(DType dtype, std::int64_t count) {
+  return Workspace::rounded(bytes_of(dtype, count));
+}
+
+}  // namespace
+
+std::int64_t MlaAttention::state_bytes(std::int64_t tokens) const {
+  return rounded(DType::f32, tokens * dims_.num_heads * dims_.v_head_dim) +
+         rounded(DType::f32, dims_.num_heads * tokens);
+}
+
+std::int64_t MlaAttention::expanded_bytes(std::int64_t keys) const {
+  return rounded(dtype(), keys * kv_b_proj_.out_features());
+}
+
+std::int64_t MlaAttention::attention_bytes(const OpContext& ctx, const PrefillSchedule& schedule,
+                                           std::int64_t queries, std::int64_t keys) const {
+  const std::int64_t N = dims_.num_heads;
+  return fovea::workspace_bytes(ctx, {.q = shape_only(dtype(), {queries, N, dims_.qk_head_dim()}),
+                                      .k = shape_only(dtype(), {keys, N, dims_.qk_nope_head_dim}),
+                                      .k_pe = shape_only(dtype(), {keys, dims_.qk_rope_head_dim}),
+                                      .v = shape_only(dtype(), {keys, N, dims_.v_head_dim}),
+                                      .out = shape_only(DType::f32, {queries, N, dims_.v_head_dim}),
+                                      .lse = shape_only(DType::f32, {N, queries}),
+                                      .schedule = &schedule,
+                                      .variant = {},
+                                      .sm_scale = dims_.sm_scale});
+}
+
+std::int64_t MlaAttention::new_tokens_bytes(std::int64_t tokens, std::int64_t attention) const {
+  return expanded_bytes(tokens) + std::max(kv_b_proj_.workspace_bytes(tokens), attention);
+}
+
+std::int64_t MlaAttention::chunk_bytes(std::int64_t queries, std::int64_t keys, bool merges,
+                                       std::int64_t attention) const {
+  const std::int64_t partial = merges ? state_bytes(queries) : 0;
+  return rounded(dtype(), keys * dims_.latent_dim()) + expanded_bytes(keys) +
+         std::max(kv_b_proj_.workspace_bytes(keys), partial + attention);
+}
+
+std::int64_t MlaAttention::decode_bytes(const OpContext& ctx, const DecodeSchedule& schedule,
+                                        std::int64_t tokens) const {
+  const std::int64_t N = dims_.num_heads, L = dims_.kv_lora_rank, R = dims_.qk_rope_head_dim;
+  const std::int64_t rows = schedule.query_start_loc.back();
+  static std::byte no_rows;
+  const PagedKvCache cache = PagedKvCache::view(&no_rows, {dtype(), dims_.latent_dim()},
+                                                {.num_blocks = 0, .block_size = 1});
+  const std::int64_t attention =
+      fovea::workspace_bytes(ctx, MlaDecodeParams{.q_latent = shape_only(dtype(), {rows, N, L}),
+                                                  .q_pe = shape_only(dtype(), {rows, N, R}),
+                                                  .cache = &cache,
+                                                  .block_table = {},
+                                                  .out = shape_only(dtype(), {rows, N, L}),
+                                                  .lse = {},
+                                                  .schedule = &schedule,
+                                                  .variant = {},
+                                                  .sm_scale = dims_.sm_scale});
+  if (!absorb_) return attention;
+  return 2 * rounded(dtype(), tokens * N * L) +
+         std::max({attention, absorb_.workspace_bytes(tokens), v_up_.workspace_bytes(tokens)});
+}
+
+std::int64_t MlaAttention::workspace_bytes(const OpContext& ctx, const BatchPlan& plan) const {
+  const std::int64_t decodes = plan.split.num_decode_tokens;
+  const std::int64_t prefills = plan.num_actual_tokens - decodes;
+  std::int64_t bytes = decodes > 0 ? decode_bytes(ctx, plan.decode, decodes) : 0;
+  if (prefills == 0) return bytes;
+  const std::int64_t new_tokens =
+      new_tokens_bytes(prefills, attention_bytes(ctx, plan.prefill, prefills, prefills));
+  if (!plan.has_context()) return std::max(bytes, new_tokens);
+  const std::int64_t context = state_bytes(prefills);
+  bytes = std::max(bytes, 2 * context + new_tokens);
+  for (const ContextChunk& chunk : plan.chunks) {
+    const std::int64_t queries = chunk.tokens.size(), keys = chunk.num_context_tokens;
+    const bool merges = chunk.merge_end > chunk.tokens.begin;
+    bytes =
+        std::max(bytes, context + chunk_bytes(queries, keys, merges,
+                                              attention_bytes(ctx, chunk.schedule, queries, keys)));
+  }
+  return bytes;
+}
+
+std::int64_t MlaAttention::workspace_bytes(const OpContext& ctx, const MlaLimits& limits) const {
+  const std::int64_t tokens = limits.max_tokens, keys = limits.workspace_rows;
+  if (tokens == 0) return 0;
+  const DecodeSchedule decode = worst_decode_schedule(limits, ctx.plan_target);
+  const std::int64_t decodes = std::min(tokens, limits.max_num_seqs * limits.max_decode_query_len);
+  const PrefillSchedule prefill = worst_prefill_schedule(tokens, std::max(tokens, keys),
+                                                         ctx.pool->num_threads(), ctx.plan_target);
+  const std::int64_t attention =
+      attention_bytes(ctx, prefill, prefill.cu_seqlens_q.back(), prefill.cu_seqlens_k.back());
+  const std::int64_t context = keys > 0 ? state_bytes(tokens) : 0;
+  return std::max({decode_bytes(ctx, decode, decodes),
+                   2 * context + new_tokens_bytes(tokens, attention),
+                   context + chunk_bytes(tokens, keys, keys > 0, attention)});
+}
+
+}  // namespace fovea

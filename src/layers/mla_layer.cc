@@ -1,0 +1,352 @@
+#include <algorithm>
+#include <utility>
+
+#include "core/check.h"
+#include "fovea/mla.h"
+#include "layers/absorbed_weights.h"
+#include "layers/rows.h"
+
+namespace fovea {
+namespace {
+
+/// Throws unless every weight fits dims, all but the norms in one compute dtype.
+void check_weights(const MlaDims& d, const MlaWeights& w) {
+  const DType dtype = w.kv_a_proj.dtype;
+  FOVEA_CHECK(is_compute_dtype(dtype), invalid_argument,
+              "kv_a_proj is {}, but must be f32, f16 or bf16", to_string(w.kv_a_proj));
+  const std::int64_t N = d.num_heads, Lq = d.q_lora_rank, H = d.hidden_size;
+  const auto check_norm = [](const char* name, const TensorView& view, std::int64_t extent) {
+    const DType own = is_compute_dtype(view.dtype) ? view.dtype : DType::f32;
+    check_shape(name, view, own, {extent});
+  };
+  const auto check_optional = [&](const char* name, const TensorView& view, std::int64_t extent) {
+    if (view) check_shape(name, view, dtype, {extent});
+  };
+  if (Lq > 0) {
+    check_shape("q_a_proj", w.q_a_proj, dtype, {Lq, H});
+    check_norm("q_a_layernorm", w.q_a_layernorm, Lq);
+    check_optional("q_a_bias", w.q_a_bias, Lq);
+  } else {
+    FOVEA_CHECK(!w.q_a_proj && !w.q_a_bias && !w.q_a_layernorm, invalid_argument,
+                "q_a_proj, q_a_bias or q_a_layernorm is there, but must not be: q_lora_rank is 0");
+  }
+  check_shape("q_b_proj", w.q_b_proj, dtype, {N * d.qk_head_dim(), Lq > 0 ? Lq : H});
+  check_shape("kv_a_proj", w.kv_a_proj, dtype, {d.latent_dim(), H});
+  check_optional("kv_a_bias", w.kv_a_bias, d.latent_dim());
+  check_norm("kv_a_layernorm", w.kv_a_layernorm, d.kv_lora_rank);
+  mla_up_projections(d, w.kv_b_proj, w.kv_b_order);
+  FOVEA_CHECK(w.kv_b_proj.dtype == dtype, invalid_argument,
+              "kv_b_proj is {}, but must be {} like kv_a_proj", to_string(w.kv_b_proj),
+              name_of(dtype));
+  check_shape("o_proj", w.o_proj, dtype, {H, N * d.v_head_dim});
+  check_optional("o_bias", w.o_bias, H);
+}
+
+Tensor copy_of(const TensorView& view) {
+  Tensor result =
+      Tensor::empty(view.dtype, std::span(view.shape).first(static_cast<std::size_t>(view.ndim)));
+  copy(view, result);
+  return result;
+}
+
+/// q_a_proj and kv_a_proj read the same hidden states: one product of Lq + L + R columns.
+struct FusedA {
+  FusedA(const MlaDims& d, const MlaWeights& w) {
+    const DType dtype = w.kv_a_proj.dtype;
+    const std::int64_t Lq = d.q_lora_rank, columns = Lq + d.latent_dim();
+    weight = Tensor::empty(dtype, {columns, d.hidden_size});
+    if (Lq > 0) copy(w.q_a_proj, weight.view().slice(0, 0, Lq));
+    copy(w.kv_a_proj, weight.view().slice(0, Lq, columns));
+    if (!w.q_a_bias && !w.kv_a_bias) return;
+    bias = Tensor::zeros(dtype, {columns});
+    if (w.q_a_bias) copy(w.q_a_bias, bias.view().slice(0, 0, Lq));
+    if (w.kv_a_bias) copy(w.kv_a_bias, bias.view().slice(0, Lq, columns));
+  }
+  Tensor weight;  ///< [Lq + L + R, H]
+  Tensor bias;    ///< [Lq + L + R] or absent
+};
+
+std::int64_t rounded(DType dtype, std::int64_t count) {
+  return Workspace::rounded(bytes_of(dtype, count));
+}
+
+/// [1, T] as [T].
+TensorView flat(const TensorView& positions) {
+  return positions.ndim == 2 && positions.shape[0] == 1 ? positions.select(0, 0) : positions;
+}
+
+}  // namespace
+
+/// Rows of a step; decodes first.
+struct StepRows {
+  std::int64_t tokens = 0;   ///< Ta, padding excluded.
+  std::int64_t decodes = 0;  ///< Td
+  std::int64_t prefills() const { return tokens - decodes; }
+};
+
+struct MlaLayer::State {
+  State(const MlaDims& dims, const MlaWeights& weights,
+        std::shared_ptr<const RotaryEmbedding> rotary, const MlaOptions& options);
+
+  /// What the projections make of the hidden states, and what o_proj reads.
+  struct Projected {
+    TensorView fused_a;  ///< [Ta, Lq + L + R]
+    TensorView q;        ///< [Ta, N, P + R], with full absorption [Ta - Td, N, P + R]
+    TensorView out;      ///< The same rows of [.., N, V]
+    // Full absorption only.
+    TensorView decode_q_latent;    ///< [Td, N, L]
+    TensorView decode_q_pe;        ///< [Td, N, R]
+    TensorView decode_out_latent;  ///< [Td, N, L]
+  };
+
+  bool is_full() const { return static_cast<bool>(w_q_uk); }
+  std::int64_t query_rows(const StepRows& rows) const {
+    return is_full() ? rows.prefills() : rows.tokens;
+  }
+  void check(const TensorView& hidden, const TensorView& out, const MlaStep& step) const;
+  Projected take(WorkspaceScope& scope, const StepRows& rows) const;
+  std::int64_t projected_bytes(const StepRows& rows) const;
+  std::int64_t products_bytes(const StepRows& rows) const;
+  void project(const OpContext& ctx, const TensorView& hidden, const StepRows& rows,
+               const Projected& projected) const;
+  void rotate(const OpContext& ctx, const StepRows& rows, const TensorView& positions,
+              const Projected& projected) const;
+  void finish(const OpContext& ctx, const StepRows& rows, const Projected& projected,
+              const TensorView& out) const;
+  TensorView latent_rows(const Projected& projected) const {
+    return projected.fused_a.slice(1, dims.q_lora_rank, dims.q_lora_rank + dims.latent_dim());
+  }
+  std::int64_t workspace_bytes(const StepRows& rows, std::int64_t attention_bytes) const {
+    return projected_bytes(rows) + std::max(products_bytes(rows), attention_bytes);
+  }
+
+  MlaDims dims;
+  DType dtype;
+  float rms_norm_eps;
+  std::shared_ptr<const RotaryEmbedding> rotary;
+  Linear fused_a;  ///< H -> Lq + L + R
+  Tensor q_a_layernorm;
+  Tensor kv_a_layernorm;
+  Linear q_b_proj;  ///< Lq or H -> N * (P + R)
+  MlaAttention attention;
+  Linear o_proj;  ///< N * V -> H
+  // Full absorption only.
+  Linear w_q_uk;  ///< Lq or H -> N * L
+  Linear w_qr;    ///< Lq or H -> N * R
+  Linear w_uv_o;  ///< N * L -> H
+};
+
+MlaLayer::State::State(const MlaDims& dims_, const MlaWeights& w,
+                       std::shared_ptr<const RotaryEmbedding> rotary_, const MlaOptions& options)
+    : dims(dims_.validated()),
+      dtype(w.kv_a_proj.dtype),
+      rms_norm_eps(options.rms_norm_eps),
+      rotary(std::move(rotary_)) {
+  check_weights(dims, w);
+  FOVEA_CHECK(rms_norm_eps >= 0, invalid_argument, "rms_norm_eps is {}, but must not be negative",
+              rms_norm_eps);
+  FOVEA_CHECK(!rotary || rotary->config().dim == dims.qk_rope_head_dim, invalid_argument,
+              "rotary turns {} channels, but must turn qk_rope_head_dim = {}",
+              rotary ? rotary->config().dim : 0, dims.qk_rope_head_dim);
+  const FusedA a(dims, w);
+  fused_a = Linear(a.weight, a.bias, options.linear);
+  if (dims.q_lora_rank > 0) q_a_layernorm = copy_of(w.q_a_layernorm);
+  kv_a_layernorm = copy_of(w.kv_a_layernorm);
+  q_b_proj = Linear(w.q_b_proj, {}, options.linear);
+  attention = MlaAttention(dims, w.kv_b_proj, w.kv_b_order, options.linear, options.absorption);
+  o_proj = Linear(w.o_proj, w.o_bias, options.linear);
+  if (options.absorption == MlaAbsorption::two_step) return;
+  const MlaUpProjections up = mla_up_projections(dims, w.kv_b_proj, w.kv_b_order);
+  w_q_uk = Linear(absorb_query_projection(dims, w.q_b_proj, up.w_uk), {}, options.linear);
+  w_qr = Linear(rope_query_projection(dims, w.q_b_proj), {}, options.linear);
+  w_uv_o = Linear(absorb_output_projection(dims, w.o_proj, up.w_uv), w.o_bias, options.linear);
+}
+
+void MlaLayer::State::check(const TensorView& hidden, const TensorView& out,
+                            const MlaStep& step) const {
+  const std::int64_t tokens = hidden.ndim == 2 ? hidden.shape[0] : 0;
+  check_rows("hidden", hidden, dtype, {tokens, dims.hidden_size});
+  check_rows("out", out, dtype, {tokens, dims.hidden_size});
+  if (step.plan == nullptr) return;
+  FOVEA_CHECK(step.plan->num_actual_tokens <= tokens, invalid_argument,
+              "hidden is {}, but must have the {} rows of the plan", to_string(hidden),
+              step.plan->num_actual_tokens);
+  if (rotary) check_indices("positions", flat(step.positions), tokens);
+  if (step.slot_mapping) check_indices("slot_mapping", step.slot_mapping, tokens);
+}
+
+MlaLayer::State::Projected MlaLayer::State::take(WorkspaceScope& scope,
+                                                 const StepRows& rows) const {
+  const std::int64_t N = dims.num_heads, L = dims.kv_lora_rank;
+  const std::int64_t query_rows_ = query_rows(rows);
+  Projected p;
+  p.fused_a = scope.take(dtype, {rows.tokens, fused_a.out_features()});
+  p.q = scope.take(dtype, {query_rows_, N, dims.qk_head_dim()});
+  p.out = scope.take(dtype, {query_rows_, N, dims.v_head_dim});
+  if (!is_full()) return p;
+  p.decode_q_latent = scope.take(dtype, {rows.decodes, N, L});
+  p.decode_q_pe = scope.take(dtype, {rows.decodes, N, dims.qk_rope_head_dim});
+  p.decode_out_latent = scope.take(dtype, {rows.decodes, N, L});
+  return p;
+}
+
+std::int64_t MlaLayer::State::projected_bytes(const StepRows& rows) const {
+  const std::int64_t N = dims.num_heads, L = dims.kv_lora_rank, R = dims.qk_rope_head_dim;
+  const std::int64_t query_rows_ = query_rows(rows);
+  std::int64_t bytes = rounded(dtype, rows.tokens * fused_a.out_features()) +
+                       rounded(dtype, query_rows_ * N * dims.qk_head_dim()) +
+                       rounded(dtype, query_rows_ * N * dims.v_head_dim);
+  if (is_full()) {
+    bytes += 2 * rounded(dtype, rows.decodes * N * L) + rounded(dtype, rows.decodes * N * R);
+  }
+  return bytes;
+}
+
+/// The most that one of the products takes.
+std::int64_t MlaLayer::State::products_bytes(const StepRows& rows) const {
+  std::int64_t bytes =
+      std::max({fused_a.workspace_bytes(rows.tokens), q_b_proj.workspace_bytes(query_rows(rows)),
+                o_proj.workspace_bytes(query_rows(rows))});
+  if (is_full()) {
+    bytes = std::max({bytes, w_q_uk.workspace_bytes(rows.decodes),
+                      w_qr.workspace_bytes(rows.decodes), w_uv_o.workspace_bytes(rows.decodes)});
+  }
+  return bytes;
+}
+
+void MlaLayer::State::project(const OpContext& ctx, const TensorView& hidden, const StepRows& rows,
+                              const Projected& p) const {
+  fused_a(ctx, hidden, p.fused_a);  // [Ta, H] -> [Ta, Lq + L + R]
+  TensorView q_input = hidden;
+  if (dims.q_lora_rank > 0) {
+    q_input = p.fused_a.slice(1, 0, dims.q_lora_rank);
+    rms_norm(ctx, {.x = q_input, .weight = q_a_layernorm, .out = q_input, .eps = rms_norm_eps});
+  }
+  const TensorView kv_c = latent_rows(p).slice(1, 0, dims.kv_lora_rank);
+  rms_norm(ctx, {.x = kv_c, .weight = kv_a_layernorm, .out = kv_c, .eps = rms_norm_eps});
+  if (!is_full()) return q_b_proj(ctx, q_input, p.q.fuse(1));
+  const TensorView decode_input = q_input.slice(0, 0, rows.decodes);
+  w_q_uk(ctx, decode_input, p.decode_q_latent.fuse(1));
+  w_qr(ctx, decode_input, p.decode_q_pe.fuse(1));
+  q_b_proj(ctx, q_input.slice(0, rows.decodes, rows.tokens), p.q.fuse(1));
+}
+
+void MlaLayer::State::rotate(const OpContext& ctx, const StepRows& rows,
+                             const TensorView& positions, const Projected& p) const {
+  const RotaryEmbedding& turn = *rotary;
+  const TensorView k_pe = latent_rows(p).slice(1, dims.kv_lora_rank, dims.latent_dim());
+  turn(ctx, k_pe.split(1, 1, dims.qk_rope_head_dim), positions);
+  const TensorView q_pe = p.q.slice(2, dims.qk_nope_head_dim, dims.qk_head_dim());
+  if (!is_full()) return turn(ctx, q_pe, positions);
+  turn(ctx, p.decode_q_pe, positions.slice(0, 0, rows.decodes));
+  turn(ctx, q_pe, positions.slice(0, rows.decodes, rows.tokens));
+}
+
+void MlaLayer::State::finish(const OpContext& ctx, const StepRows& rows, const Projected& p,
+                             const TensorView& out) const {
+  if (!is_full()) return o_proj(ctx, p.out.fuse(1), out);
+  w_uv_o(ctx, p.decode_out_latent.fuse(1), out.slice(0, 0, rows.decodes));
+  o_proj(ctx, p.out.fuse(1), out.slice(0, rows.decodes, rows.tokens));
+}
+
+// ---------------------------------------------------------------- the layer
+
+MlaLayer::MlaLayer(const MlaDims& dims, const MlaWeights& weights,
+                   std::shared_ptr<const RotaryEmbedding> rotary, const MlaOptions& options)
+    : state_(std::make_unique<State>(dims, weights, std::move(rotary), options)) {}
+MlaLayer::~MlaLayer() = default;
+MlaLayer::MlaLayer(MlaLayer&&) noexcept = default;
+MlaLayer& MlaLayer::operator=(MlaLayer&&) noexcept = default;
+
+const MlaDims& MlaLayer::dims() const { return state_->dims; }
+DType MlaLayer::dtype() const { return state_->dtype; }
+
+void MlaLayer::operator()(const OpContext& ctx, const TensorView& hidden, const TensorView& out,
+                          const MlaStep& step, const PagedKvCache& cache) const {
+  const State& s = *state_;
+  s.check(hidden, out, step);
+  if (step.plan == nullptr) {
+    const std::int64_t bytes = workspace_bytes(ctx, step.profile_limits);
+    ctx.workspace->reserve(bytes);
+    WorkspaceScope(*ctx.workspace).take_bytes(bytes);
+    return fill_zero(out);
+  }
+  const std::int64_t needed = workspace_bytes(ctx, *step.plan);
+  const std::int64_t left =
+      ctx.workspace != nullptr ? ctx.workspace->capacity() - ctx.workspace->used() : 0;
+  FOVEA_CHECK(needed <= left, resource_exhausted,
+              "workspace has {} bytes left, but the step needs {}: reserve workspace_bytes", left,
+              needed);
+  const StepRows rows{step.plan->num_actual_tokens, step.plan->split.num_decode_tokens};
+  WorkspaceScope scope(*ctx.workspace);
+  const State::Projected p = s.take(scope, rows);
+  s.project(ctx, hidden.slice(0, 0, rows.tokens), rows, p);
+  if (s.rotary) s.rotate(ctx, rows, flat(step.positions).slice(0, 0, rows.tokens), p);
+
+  MlaStep actual = step;  // Without the padding rows.
+  if (step.slot_mapping) actual.slot_mapping = step.slot_mapping.slice(0, 0, rows.tokens);
+  const TensorView latent = s.latent_rows(p);
+  s.attention(ctx,
+              {.q = p.q,
+               .kv_c = latent.slice(1, 0, s.dims.kv_lora_rank),
+               .k_pe = latent.slice(1, s.dims.kv_lora_rank, s.dims.latent_dim()),
+               .out = p.out,
+               .decode_q_latent = p.decode_q_latent,
+               .decode_q_pe = p.decode_q_pe,
+               .decode_out_latent = p.decode_out_latent},
+              actual, cache);
+  s.finish(ctx, rows, p, out.slice(0, 0, rows.tokens));
+  fill_zero(out.slice(0, rows.tokens, out.shape[0]));
+}
+
+std::int64_t MlaLayer::workspace_bytes(const OpContext& ctx, const BatchPlan& plan) const {
+  return state_->workspace_bytes({plan.num_actual_tokens, plan.split.num_decode_tokens},
+                                 state_->attention.workspace_bytes(ctx, plan));
+}
+
+std::int64_t MlaLayer::workspace_bytes(const OpContext& ctx, const MlaLimits& limits) const {
+  const std::int64_t attention = state_->attention.workspace_bytes(ctx, limits);
+  const std::int64_t decodes =
+      std::min(limits.max_tokens, limits.max_num_seqs * limits.max_decode_query_len);
+  // Rows are decodes or prefills, and with full absorption either kind may be the larger.
+  const StepRows no_decodes{limits.max_tokens, 0}, most_decodes{limits.max_tokens, decodes};
+  // A mixture may be rounded up at each of five takes where these two are not.
+  constexpr std::int64_t kRounding = 5 * Workspace::kAlignment;
+  return std::max(state_->projected_bytes(no_decodes), state_->projected_bytes(most_decodes)) +
+         kRounding +
+         std::max(
+             {state_->products_bytes(no_decodes), state_->products_bytes(most_decodes), attention});
+}
+
+std::int64_t MlaLayer::weight_bytes() const {
+  const State& s = *state_;
+  std::int64_t bytes = s.fused_a.weight_bytes() + s.q_b_proj.weight_bytes() +
+                       s.attention.weight_bytes() + s.o_proj.weight_bytes() +
+                       s.q_a_layernorm.nbytes() + s.kv_a_layernorm.nbytes();
+  if (s.is_full()) {
+    bytes += s.w_q_uk.weight_bytes() + s.w_qr.weight_bytes() + s.w_uv_o.weight_bytes();
+  }
+  return bytes;
+}
+
+void MlaLayer::reload(const MlaWeights& w) {
+  State& s = *state_;
+  check_weights(s.dims, w);
+  FOVEA_CHECK(w.kv_a_proj.dtype == s.dtype, invalid_argument,
+              "kv_a_proj is {}, but must be {} as when the layer was made", to_string(w.kv_a_proj),
+              name_of(s.dtype));
+  const FusedA a(s.dims, w);
+  s.fused_a.reload(a.weight, a.bias);
+  if (s.dims.q_lora_rank > 0) copy(w.q_a_layernorm, s.q_a_layernorm);
+  copy(w.kv_a_layernorm, s.kv_a_layernorm);
+  s.q_b_proj.reload(w.q_b_proj, {});
+  s.attention.reload(w.kv_b_proj, w.kv_b_order);
+  s.o_proj.reload(w.o_proj, w.o_bias);
+  if (!s.is_full()) return;
+  const MlaUpProjections up = mla_up_projections(s.dims, w.kv_b_proj, w.kv_b_order);
+  s.w_q_uk.reload(absorb_query_projection(s.dims, w.q_b_proj, up.w_uk), {});
+  s.w_qr.reload(rope_query_projection(s.dims, w.q_b_proj), {});
+  s.w_uv_o.reload(absorb_output_projection(s.dims, w.o_proj, up.w_uv), w.o_bias);
+}
+
+}  // namespace fovea

@@ -1,0 +1,15 @@
+// Schedules that take as much scratch as any within limits. They are for sizing, not for running.
+#pragma once
+
+#include "fovea/mla.h"
+
+namespace fovea {
+
+/// A decode cut into as many partials as `target` can cut one.
+DecodeSchedule worst_decode_schedule(const MlaLimits& limits, const PlanTarget& target);
+
+/// Full query tiles for every thread, over requests of `max_seq_len` keys.
+PrefillSchedule worst_prefill_schedule(std::int64_t max_tokens, std::int64_t max_seq_len,
+                                       int num_threads, const PlanTarget& target);
+
+}  // namespace fovea
