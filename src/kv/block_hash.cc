@@ -22,12 +22,12 @@ BlockHash hash_block(const BlockHash& parent, std::span<const std::int32_t> toke
   // For a given token a step is a bijection of the state, and for a given state it sends different
   // tokens to different states: blocks that differ in one place cannot meet again.
   BlockHash state = parent;
-  const auto absorb = [&state](std::uint64_t word) {
-    state.high = mix(state.high + (word + 1) * kStepHigh);
-    state.low = mix((state.low ^ std::rotl(state.high, 32)) + (word + 1) * kStepLow);
-  };
-  absorb(token_ids.size());
-  for (std::int32_t token : token_ids) absorb(static_cast<std::uint32_t>(token));
+  for (const std::int32_t token : token_ids) {
+    // From 1 up: token 0 must leave its trace too.
+    const std::uint64_t word = std::uint64_t{static_cast<std::uint32_t>(token)} + 1;
+    state.high = mix(state.high + word * kStepHigh);
+    state.low = mix((state.low ^ std::rotl(state.high, 32)) + word * kStepLow);
+  }
   // high does not depend on low yet.
   state.high = mix(state.high ^ state.low);
   return state;

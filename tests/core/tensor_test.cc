@@ -137,6 +137,7 @@ TEST(TensorTest, BadShapesAreRefusedBeforeAnythingIsAllocated) {
   EXPECT_THROW(Tensor::empty(DType::f32, {std::int64_t{1} << 61}), Error);
   // An overflow that a zero extent would hide.
   EXPECT_THROW(Tensor::empty(DType::f32, {0, std::int64_t{1} << 32, std::int64_t{1} << 32}), Error);
+  EXPECT_THROW(Tensor::empty(DType::f32, {std::int64_t{1} << 32, std::int64_t{1} << 32, 0}), Error);
 }
 
 TEST(TensorTest, MovingLeavesAnAbsentTensorBehind) {

@@ -73,6 +73,20 @@ TEST(StdThreadPoolTest, SlowTasksRunOnSeveralThreadsAtOnce) {
   EXPECT_GT(std::set<std::thread::id>(ids.begin(), ids.end()).size(), 1u);
 }
 
+TEST(StdThreadPoolTest, RunWaitsForWorkersThatAreSlowerThanTheCaller) {
+  const auto pool = make_std_thread_pool(3);
+  const auto caller = std::this_thread::get_id();
+  for (int round = 0; round < 10; ++round) {
+    std::atomic<int> finished{0};
+    pool->run(6, [&](std::int64_t) {
+      const bool is_caller = std::this_thread::get_id() == caller;
+      std::this_thread::sleep_for(std::chrono::milliseconds(is_caller ? 1 : 5));
+      ++finished;
+    });
+    ASSERT_EQ(finished.load(), 6);
+  }
+}
+
 TEST(StdThreadPoolTest, TheCallerTakesPart) {
   const auto pool = make_std_thread_pool(2);
   std::atomic<bool> caller_seen{false};

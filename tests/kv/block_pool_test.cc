@@ -233,7 +233,7 @@ TEST(HashBlockTest, DependsOnParentOrderLengthAndEveryToken) {
   add({1, 0}, tokens);
   add({0, 1}, tokens);
   add(hash_block({}, tokens), tokens);
-  for (std::size_t length = 0; length < tokens.size(); ++length)
+  for (std::size_t length = 1; length < tokens.size(); ++length)
     add({}, std::span(tokens).first(length));
   for (std::size_t i = 0; i < tokens.size(); ++i) {
     for (int bit = 0; bit < 32; ++bit) {

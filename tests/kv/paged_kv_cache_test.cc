@@ -114,8 +114,9 @@ TEST(PagedKvCacheTest, CopyBlockMovesRowsAndLeavesGapsAndOtherBlocks) {
   const KvFormat format{DType::bf16, 3};
   const KvCacheLayout layout{.num_blocks = 3, .block_size = 4, .row_stride = 8, .block_stride = 40};
   std::vector<std::uint16_t> memory(60);
-  test::poison_bytes(memory.data(), 120);
   const auto cache = PagedKvCache::view(memory.data(), format, layout);
+  std::memset(memory.data(), 0x11, 2 * memory.size());
+  test::poison_bytes(cache.row(0, 0), 40);
   fill_rows(cache);
   cache.copy_block(2, 0);
   for (std::int64_t r = 0; r < 4; ++r) {
