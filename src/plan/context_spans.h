@@ -1,3 +1,4 @@
+// Rows that context spans fill in the workspace.
 #pragma once
 
 #include "fovea/plan.h"

@@ -1,5 +1,4 @@
 // Which requests of a batch are decodes.
-#include <algorithm>
 #include <string>
 
 #include "core/check.h"
