@@ -1,0 +1,283 @@
+// Sampled rows of every layer against float64.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/check.h"
+#include "engine/oracle_weights.h"
+#include "engine/random.h"
+#include "fovea/engine.h"
+
+namespace fovea {
+namespace {
+
+using engine::to_doubles;
+
+// Layers stay converted up to this much memory; beyond, each check converts its layer anew.
+constexpr std::int64_t kKeptBytes = std::int64_t{4} << 30;
+
+/// Sampled apart, so that few rows of a kind do not drown in many of another.
+enum class RowKind : std::size_t { prompt, prompt_end, answer };
+constexpr std::size_t kNumKinds = 3;
+
+RowKind kind_of(const RequestSpec& spec, std::int64_t position) {
+  if (position < spec.prompt_tokens - 1) return RowKind::prompt;
+  return position == spec.prompt_tokens - 1 ? RowKind::prompt_end : RowKind::answer;
+}
+
+/// Every n-th row of each kind, from a seeded start.
+class RowSampler {
+ public:
+  RowSampler(std::int64_t rows, std::uint64_t seed, std::int64_t layer) {
+    for (std::size_t kind = 0; kind < kNumKinds; ++kind) {
+      phase_[kind] = engine::to_uniform(
+          draw(seed, engine::Stream::sample, static_cast<std::uint64_t>(layer), kind));
+      quota_[kind] = static_cast<double>(std::max<std::int64_t>(1, rows / kNumKinds));
+    }
+  }
+
+  /// `counts` are the rows of each kind in the whole run.
+  bool take(RowKind kind, const std::array<double, kNumKinds>& counts) {
+    const auto i = static_cast<std::size_t>(kind);
+    phase_[i] += std::min(1.0, quota_[i] / std::max(1.0, counts[i]));
+    if (phase_[i] < 1) return false;
+    phase_[i] -= 1;
+    return true;
+  }
+
+ private:
+  std::array<double, kNumKinds> phase_{};
+  std::array<double, kNumKinds> quota_{};
+};
+
+std::array<double, kNumKinds> count_rows(const Workload& workload) {
+  std::array<double, kNumKinds> counts{};
+  for (const RequestSpec& spec : workload.requests) {
+    if (spec.prompt_tokens < 1 || spec.answer_tokens < 1) continue;
+    counts[static_cast<std::size_t>(RowKind::prompt)] += spec.prompt_tokens - 1;
+    counts[static_cast<std::size_t>(RowKind::prompt_end)] += 1;
+    counts[static_cast<std::size_t>(RowKind::answer)] += spec.answer_tokens - 1;
+  }
+  return counts;
+}
+
+/// A row of a step.
+struct Sample {
+  std::int64_t row = 0;
+  std::int64_t batch_index = 0;
+  std::int64_t position = 0;
+};
+
+struct Finding {
+  double error = -1;  ///< Of the row norm.
+  std::string text;
+};
+
+/// |got - expected| / |expected|; infinite when anything is NaN or nothing was expected.
+double relative_error(std::span<const double> expected, std::span<const double> got) {
+  double norm = 0, error = 0;
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    norm += expected[i] * expected[i];
+    error += (got[i] - expected[i]) * (got[i] - expected[i]);
+  }
+  if (error == 0) return 0;
+  const double relative = std::sqrt(error / norm);
+  return std::isnan(relative) ? std::numeric_limits<double>::infinity() : relative;
+}
+
+std::span<const double> row_of(const std::vector<double>& rows, std::size_t row,
+                               std::size_t width) {
+  return std::span(rows).subspan(row * width, width);
+}
+
+/// One layer of one step, seen by the oracle.
+class LayerCheck {
+ public:
+  LayerCheck(const oracle::MlaWeights& weights, std::span<const double> input_layernorm, double eps,
+             const LayerTrace& trace)
+      : weights_(weights), input_layernorm_(input_layernorm), eps_(eps), trace_(trace) {}
+
+  /// The worst of some samples.
+  Finding check(std::span<const Sample> samples) const {
+    const auto H = static_cast<std::size_t>(weights_.hidden_size);
+    std::vector<double> inputs;
+    std::vector<std::int64_t> positions;
+    for (const Sample& sample : samples) {
+      const std::vector<double> row = to_doubles(trace_.input.select(0, sample.row));
+      inputs.insert(inputs.end(), row.begin(), row.end());
+      positions.push_back(sample.position);
+    }
+    const std::vector<double> normed = oracle::rms_norm(inputs, input_layernorm_, eps_);
+    const std::vector<double> latent = oracle::mla_latent_rows(weights_, normed, positions);
+    const std::vector<double> queries = oracle::mla_queries(weights_, normed, positions);
+    std::vector<double> attended;
+    Finding worst;
+    for (std::size_t i = 0; i < samples.size(); ++i) {
+      const std::vector<double> stored = stored_rows(samples[i]);
+      const std::size_t row_width = stored.size() / (static_cast<std::size_t>(positions[i]) + 1);
+      compare("stored row", samples[i], row_of(latent, i, row_width),
+              std::span(stored).last(row_width), worst);
+      const std::vector<double> heads =
+          oracle::mla_attention(weights_, row_of(queries, i, queries.size() / samples.size()),
+                                stored, true, oracle::MlaForm::absorbed);
+      attended.insert(attended.end(), heads.begin(), heads.end());
+    }
+    const std::vector<double> outputs = oracle::linear(attended, weights_.o_proj, weights_.o_bias,
+                                                       weights_.num_heads * weights_.v_head_dim);
+    for (std::size_t i = 0; i < samples.size(); ++i) {
+      compare("output", samples[i], row_of(outputs, i, H),
+              to_doubles(trace_.output.select(0, samples[i].row)), worst);
+    }
+    return worst;
+  }
+
+ private:
+  /// The sample's sequence up to its own token, from the cache.
+  std::vector<double> stored_rows(const Sample& sample) const {
+    const PagedKvCache& cache = *trace_.cache;
+    const std::int32_t* blocks =
+        trace_.block_table.data + sample.batch_index * trace_.block_table.stride;
+    std::vector<double> rows;
+    rows.reserve(static_cast<std::size_t>((sample.position + 1) * cache.format().row_elements));
+    for (std::int64_t position = 0; position <= sample.position; ++position) {
+      std::byte* row =
+          cache.row(blocks[position / cache.block_size()], position % cache.block_size());
+      const std::vector<double> decoded = to_doubles(
+          TensorView::contiguous(row, cache.format().dtype, {cache.format().row_elements}));
+      rows.insert(rows.end(), decoded.begin(), decoded.end());
+    }
+    return rows;
+  }
+
+  void compare(const char* what, const Sample& sample, std::span<const double> expected,
+               std::span<const double> got, Finding& worst) const {
+    const double error = relative_error(expected, got);
+    if (error <= worst.error) return;
+    worst.error = error;
+    std::size_t channel = 0;
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      // Negated, so that a NaN is the worst.
+      if (!(std::abs(got[i] - expected[i]) <= std::abs(got[channel] - expected[channel]))) {
+        channel = i;
+      }
+    }
+    worst.text = fmt::format(
+        "layer {}, request {}, position {}: {} off by {:.2e} of its norm; channel {}: expected "
+        "{:.6g}, got {:.6g}",
+        trace_.layer, trace_.request_of[static_cast<std::size_t>(sample.batch_index)],
+        sample.position, what, error, channel, expected[channel], got[channel]);
+  }
+
+  const oracle::MlaWeights& weights_;
+  std::span<const double> input_layernorm_;
+  double eps_;
+  const LayerTrace& trace_;
+};
+
+}  // namespace
+
+struct Verifier::State {
+  std::vector<Sample> pick(const LayerTrace& trace);
+
+  const Model& model;
+  std::vector<RowSampler> samplers;                     ///< [layers]
+  std::vector<std::optional<oracle::MlaWeights>> kept;  ///< [layers]
+  bool keeps_weights = false;
+  const Workload* workload = nullptr;  ///< That row_counts are of.
+  std::array<double, kNumKinds> row_counts{};
+  std::int64_t rows = 0;
+  Finding worst;
+};
+
+std::vector<Sample> Verifier::State::pick(const LayerTrace& trace) {
+  if (workload != trace.workload) {
+    workload = trace.workload;
+    row_counts = count_rows(*workload);
+  }
+  std::vector<Sample> samples;
+  RowSampler& sampler = samplers[static_cast<std::size_t>(trace.layer)];
+  for (std::size_t i = 0; i < trace.request_of.size(); ++i) {
+    const auto& spec = workload->requests[static_cast<std::size_t>(trace.request_of[i])];
+    for (std::int64_t row = trace.query_start_loc[i]; row < trace.query_start_loc[i + 1]; ++row) {
+      const std::int64_t position = trace.positions[static_cast<std::size_t>(row)];
+      if (sampler.take(kind_of(spec, position), row_counts)) {
+        samples.push_back({row, static_cast<std::int64_t>(i), position});
+      }
+    }
+  }
+  return samples;
+}
+
+Verifier::Verifier(const Model& model, std::int64_t rows, std::uint64_t seed)
+    : state_(new State{model, {}, {}, false, nullptr, {}, 0, {}}) {
+  FOVEA_CHECK(rows >= 1, invalid_argument, "rows is {}, must be at least 1", rows);
+  std::int64_t bytes = 0;
+  for (std::int64_t layer = 0; layer < model.num_layers(); ++layer) {
+    state_->samplers.emplace_back(rows, seed, layer);
+    const MlaWeights& w = model.weights(layer);
+    for (const TensorView& view : {w.q_a_proj, w.q_b_proj, w.kv_a_proj, w.kv_b_proj, w.o_proj}) {
+      if (view) bytes += view.numel() * static_cast<std::int64_t>(sizeof(double));
+    }
+  }
+  state_->kept.resize(static_cast<std::size_t>(model.num_layers()));
+  state_->keeps_weights = bytes <= kKeptBytes;
+}
+
+Verifier::~Verifier() = default;
+
+void Verifier::on_layer(const LayerTrace& trace) {
+  State& s = *state_;
+  const std::vector<Sample> samples = s.pick(trace);
+  if (samples.empty()) return;
+  std::optional<oracle::MlaWeights>& weights = s.kept[static_cast<std::size_t>(trace.layer)];
+  if (!weights) weights = engine::oracle_weights(s.model, trace.layer);
+  const std::vector<double> input_layernorm =
+      to_doubles(s.model.layer(trace.layer).input_layernorm);
+  const LayerCheck layer(*weights, input_layernorm, s.model.config().rms_norm_eps, trace);
+
+  // Samples are dealt in turns: neighbours have similar lengths, and so take similar time.
+  const std::size_t num_threads =
+      std::clamp<std::size_t>(std::thread::hardware_concurrency(), 1, samples.size());
+  std::vector<Finding> findings(num_threads);
+  const auto work = [&](std::size_t thread) {
+    std::vector<Sample> own;
+    for (std::size_t i = thread; i < samples.size(); i += num_threads) own.push_back(samples[i]);
+    findings[thread] = layer.check(own);
+  };
+  std::vector<std::jthread> threads;
+  for (std::size_t thread = 1; thread < num_threads; ++thread) threads.emplace_back(work, thread);
+  work(0);
+  threads.clear();  // Joins.
+  for (Finding& finding : findings) {
+    if (finding.error > s.worst.error) s.worst = std::move(finding);
+  }
+  s.rows += std::ssize(samples);
+  if (!s.keeps_weights) weights.reset();
+}
+
+std::int64_t Verifier::rows() const { return state_->rows; }
+double Verifier::worst_relative_error() const { return std::max(0.0, state_->worst.error); }
+std::string Verifier::worst_row() const { return state_->worst.text; }
+
+double Verifier::limit(DType dtype) {
+  switch (dtype) {
+    case DType::f32:
+      return 1e-4;
+    case DType::f16:
+      return 2e-3;
+    case DType::bf16:
+      return 1.2e-2;
+    default:
+      fail(ErrorCode::unsupported, "dtype is {}, must be f32, f16 or bf16", name_of(dtype));
+  }
+}
+
+}  // namespace fovea
