@@ -1,0 +1,154 @@
+// Cases of ops that move rows into and out of a paged cache.
+#include <numeric>
+
+#include "cases/operands.h"
+#include "cases/problems.h"
+
+namespace fovea::cases {
+namespace {
+
+/// What one rounding to `dtype` makes of a row, against its norm: half a unit in the last place.
+double rounding(DType dtype) {
+  if (dtype == DType::f32) return 0x1p-24;
+  return dtype == DType::f16 ? 0x1p-11 : 0x1p-8;
+}
+
+/// Rows that are moved between equal dtypes stay as they are, bit for bit.
+double move_limit(DType from, DType to) { return from == to ? 0.0 : rounding(to); }
+
+class KvAppendProblem : public Problem {
+ public:
+  KvAppendProblem(const CaseLine& line, const OpContext& ctx)
+      : ctx_(ctx),
+        random_(static_cast<std::uint64_t>(line.integer("seed", 0, {0}))),
+        kv_lora_rank_(line.integer("kv_lora_rank", 512)),
+        rope_dim_(line.integer("rope", 64)) {
+    const std::int64_t tokens = line.integer("tokens", 512, {0});
+    const std::int64_t pad = line.integer("pad", 0, {0});
+    const auto skip_percent = static_cast<double>(line.integer("skip", 0, {0, 100}));
+    sequences_ = make_cached_sequences(
+        {.format = {line.dtype_value("cache", line.dtype()), kv_lora_rank_ + rope_dim_},
+         .block_size = line.integer("block_size", 64),
+         .pad = pad},
+        {tokens}, random_);
+    kv_c_ = normal_array({line.dtype(), {tokens, kv_lora_rank_}, pad}, random_);
+    k_pe_ = normal_array({line.dtype(), {tokens, rope_dim_}, pad}, random_);
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      slots_.push_back(random_.chance(skip_percent / 100) ? -1 : sequences_.slot(0, t));
+    }
+  }
+  void run() override {
+    kv_append(ctx_, {.kv_c = kv_c_.view,
+                     .k_pe = k_pe_.view,
+                     .slot_mapping =
+                         TensorView::of(slots_.data(), {static_cast<std::int64_t>(slots_.size())}),
+                     .cache = &sequences_.cache});
+  }
+  Work work() const override {
+    const auto elements = static_cast<double>(kv_c_.view.numel() + k_pe_.view.numel());
+    const DType stored = sequences_.cache.format().dtype;
+    return {.flops = 0,
+            .bytes = elements *
+                     static_cast<double>(bytes_of(kv_c_.view.dtype, 1) + bytes_of(stored, 1))};
+  }
+  CheckResult check() const override {
+    RowChecker checker(move_limit(kv_c_.view.dtype, sequences_.cache.format().dtype));
+    const std::vector<double> kv_c = kv_c_.values();
+    const std::vector<double> k_pe = k_pe_.values();
+    for (std::size_t t = 0; t < slots_.size(); ++t) {
+      const auto position = static_cast<std::int64_t>(t);
+      const std::vector<double> stored = sequences_.rows(0, position, position + 1);
+      if (slots_[t] < 0) {
+        checker.require(std::isnan(stored.front()) && std::isnan(stored.back()),
+                        "a skipped slot was written");
+        continue;
+      }
+      std::vector<double> expected(kv_c.begin() + position * kv_lora_rank_,
+                                   kv_c.begin() + (position + 1) * kv_lora_rank_);
+      expected.insert(expected.end(), k_pe.begin() + position * rope_dim_,
+                      k_pe.begin() + (position + 1) * rope_dim_);
+      checker.rows("slot of token " + std::to_string(t), stored, expected,
+                   kv_lora_rank_ + rope_dim_);
+    }
+    return checker.result();
+  }
+
+ private:
+  const OpContext& ctx_;
+  Random random_;
+  std::int64_t kv_lora_rank_;
+  std::int64_t rope_dim_;
+  CachedSequences sequences_;
+  Array kv_c_;
+  Array k_pe_;
+  std::vector<std::int64_t> slots_;
+};
+
+class KvGatherProblem : public Problem {
+ public:
+  KvGatherProblem(const CaseLine& line, const OpContext& ctx)
+      : ctx_(ctx),
+        random_(static_cast<std::uint64_t>(line.integer("seed", 0, {0}))),
+        row_(line.integer("row", 576)) {
+    const std::vector<std::int64_t> lens = line.integers("lens", {4096}, {0});
+    const std::vector<std::int64_t> starts =
+        line.integers("starts", std::vector<std::int64_t>(lens.size(), 0), {0});
+    const std::int64_t pad = line.integer("pad", 0, {0});
+    starts_ = to_int32(starts);
+    starts_.resize(lens.size(), 0);
+    seq_lens_ = to_int32(lens);
+    std::vector<std::int64_t> ends;
+    for (std::size_t i = 0; i < lens.size(); ++i) ends.push_back(starts_[i] + lens[i]);
+    sequences_ = make_cached_sequences({.format = {line.dtype_value("cache", line.dtype()), row_},
+                                        .block_size = line.integer("block_size", 64),
+                                        .pad = pad},
+                                       ends, random_);
+    for (std::size_t i = 0; i < lens.size(); ++i) sequences_.fill(i, starts_[i], ends[i], random_);
+    const std::int64_t total = std::accumulate(lens.begin(), lens.end(), std::int64_t{0});
+    out_ = poisoned_array({line.dtype(), {total, row_}, pad});
+  }
+  void run() override {
+    kv_gather(ctx_, {.cache = &sequences_.cache,
+                     .block_table = sequences_.table(),
+                     .starts = starts_,
+                     .seq_lens = seq_lens_,
+                     .out = out_.view});
+  }
+  Work work() const override {
+    const DType stored = sequences_.cache.format().dtype;
+    return {.flops = 0,
+            .bytes = static_cast<double>(out_.view.numel()) *
+                     static_cast<double>(bytes_of(out_.view.dtype, 1) + bytes_of(stored, 1))};
+  }
+  CheckResult check() const override {
+    RowChecker checker(move_limit(sequences_.cache.format().dtype, out_.view.dtype));
+    std::vector<double> expected;
+    for (std::size_t i = 0; i < seq_lens_.size(); ++i) {
+      const std::vector<double> rows = sequences_.rows(i, starts_[i], starts_[i] + seq_lens_[i]);
+      expected.insert(expected.end(), rows.begin(), rows.end());
+    }
+    checker.rows("out", out_.values(), expected, row_);
+    checker.require(out_.pads_untouched(), "bytes between the rows of out were written");
+    return checker.result();
+  }
+
+ private:
+  const OpContext& ctx_;
+  Random random_;
+  std::int64_t row_;
+  CachedSequences sequences_;
+  std::vector<std::int32_t> starts_;
+  std::vector<std::int32_t> seq_lens_;
+  Array out_;
+};
+
+}  // namespace
+
+ProblemPtr make_kv_append(const CaseLine& line, const OpContext& ctx) {
+  return std::make_unique<KvAppendProblem>(line, ctx);
+}
+ProblemPtr make_kv_gather(const CaseLine& line, const OpContext& ctx) {
+  return std::make_unique<KvGatherProblem>(line, ctx);
+}
+
+}  // namespace fovea::cases

@@ -1,0 +1,258 @@
+#include "cases/operands.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <numeric>
+
+#include "fovea/engine.h"
+#include "fovea/oracle.h"
+
+namespace fovea::cases {
+namespace {
+
+constexpr int kPoison = 0xff;
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+oracle::Format format_of(DType dtype) {
+  if (dtype == DType::f16) return oracle::Format::f16;
+  return dtype == DType::bf16 ? oracle::Format::bf16 : oracle::Format::f32;
+}
+
+}  // namespace
+
+std::uint64_t Random::bits() {
+  std::uint64_t z = (state_ += 0x9e3779b97f4a7c15);
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+  return z ^ (z >> 31);
+}
+
+std::int64_t Random::integer(std::int64_t min, std::int64_t max) {
+  const auto count = static_cast<std::uint64_t>(max - min) + 1;
+  return min + static_cast<std::int64_t>(bits() % count);
+}
+
+double Random::normal() {
+  // Box-Muller; 1 - u keeps the logarithm's argument above zero.
+  const double radius = std::sqrt(-2.0 * std::log(1.0 - uniform()));
+  return radius * std::cos(6.283185307179586 * uniform());
+}
+
+std::vector<double> Array::values() const {
+  std::vector<double> all =
+      oracle::decode(storage.view().data, storage.view().numel(), format_of(view.dtype));
+  const auto row = static_cast<std::size_t>(view.shape[static_cast<std::size_t>(view.ndim - 1)]);
+  const auto stride =
+      static_cast<std::size_t>(storage.view().shape[static_cast<std::size_t>(view.ndim - 1)]);
+  if (stride == row) return all;
+  std::vector<double> values;
+  values.reserve(static_cast<std::size_t>(view.numel()));
+  for (std::size_t begin = 0; begin < all.size(); begin += stride) {
+    values.insert(values.end(), all.begin() + static_cast<std::ptrdiff_t>(begin),
+                  all.begin() + static_cast<std::ptrdiff_t>(begin + row));
+  }
+  return values;
+}
+
+bool Array::pads_untouched() const {
+  const std::int64_t row = view.shape[static_cast<std::size_t>(view.ndim - 1)];
+  const std::int64_t stride = storage.view().shape[static_cast<std::size_t>(view.ndim - 1)];
+  const std::int64_t element_bytes = bytes_of(view.dtype, 1);
+  const auto* bytes = static_cast<const unsigned char*>(storage.view().data);
+  for (std::int64_t at = 0; stride > row && at < storage.view().numel(); at += stride) {
+    const unsigned char* pad = bytes + (at + row) * element_bytes;
+    if (std::any_of(pad, pad + (stride - row) * element_bytes,
+                    [](unsigned char byte) { return byte != kPoison; })) {
+      return false;
+    }
+  }
+  return true;
+}
+
+Array poisoned_array(const ArraySpec& spec) {
+  std::vector<std::int64_t> padded = spec.shape;
+  padded.back() += spec.pad;
+  Array array;
+  array.storage = Tensor::empty(spec.dtype, padded);
+  if (array.storage.nbytes() > 0) {
+    std::memset(array.storage.view().data, kPoison,
+                static_cast<std::size_t>(array.storage.nbytes()));
+  }
+  array.view =
+      array.storage.view().slice(static_cast<int>(padded.size()) - 1, 0, spec.shape.back());
+  return array;
+}
+
+Array normal_array(const ArraySpec& spec, Random& random, double stddev) {
+  Array array = poisoned_array(spec);
+  const Tensor exact = Tensor::empty(DType::f32, spec.shape);
+  float* values = exact.ptr<float>();
+  for (std::int64_t i = 0; i < exact.view().numel(); ++i) {
+    values[i] = static_cast<float>(stddev * random.normal());
+  }
+  copy(exact, array.view);
+  return array;
+}
+
+void reserve_poisoned(const OpContext& ctx, std::int64_t bytes) {
+  ctx.workspace->reserve(bytes);
+  WorkspaceScope scope(*ctx.workspace);
+  const std::int64_t capacity = ctx.workspace->capacity();
+  if (capacity > 0) {
+    std::memset(scope.take_bytes(capacity), kPoison, static_cast<std::size_t>(capacity));
+  }
+}
+
+BlockTableView CachedSequences::table() const {
+  return {.data = block_ids.data(),
+          .requests = static_cast<std::int64_t>(lens.size()),
+          .width = width,
+          .stride = width};
+}
+
+std::int64_t CachedSequences::slot(std::size_t request, std::int64_t position) const {
+  const std::size_t entry = request * static_cast<std::size_t>(width) +
+                            static_cast<std::size_t>(position / cache.block_size());
+  return std::int64_t{block_ids[entry]} * cache.block_size() + position % cache.block_size();
+}
+
+std::vector<double> CachedSequences::rows(std::size_t request, std::int64_t begin,
+                                          std::int64_t end) const {
+  std::vector<double> rows;
+  for (std::int64_t position = begin; position < end; ++position) {
+    const std::vector<double> row =
+        oracle::decode(cache.slot(slot(request, position)), cache.format().row_elements,
+                       format_of(cache.format().dtype));
+    rows.insert(rows.end(), row.begin(), row.end());
+  }
+  return rows;
+}
+
+void CachedSequences::fill(std::size_t request, std::int64_t begin, std::int64_t end,
+                           Random& random) const {
+  const KvFormat& format = cache.format();
+  const Array values =
+      normal_array({.dtype = format.dtype, .shape = {end - begin, format.row_elements}}, random);
+  for (std::int64_t position = begin; position < end; ++position) {
+    std::memcpy(
+        cache.slot(slot(request, position)),
+        static_cast<const std::byte*>(values.view.data) + (position - begin) * format.row_bytes(),
+        static_cast<std::size_t>(format.row_bytes()));
+  }
+}
+
+CachedSequences make_cached_sequences(const CacheSpec& spec, std::vector<std::int64_t> lens,
+                                      Random& random) {
+  CachedSequences sequences;
+  const auto blocks_of = [&](std::int64_t len) {
+    return (len + spec.block_size - 1) / spec.block_size;
+  };
+  std::int64_t used = 0;
+  for (const std::int64_t len : lens) {
+    used += blocks_of(len);
+    sequences.width = std::max(sequences.width, blocks_of(len));
+  }
+  sequences.width += 1;  // A tail for garbage in every row.
+  const std::int64_t num_blocks = used + 2;
+  const std::int64_t row_stride = spec.format.row_bytes() + bytes_of(spec.format.dtype, spec.pad);
+  sequences.cache = PagedKvCache::allocate(
+      spec.format,
+      {.num_blocks = num_blocks, .block_size = spec.block_size, .row_stride = row_stride});
+  std::memset(sequences.cache.row(0, 0), kPoison,
+              static_cast<std::size_t>(
+                  PagedKvCache::required_bytes(spec.format, sequences.cache.layout())));
+
+  std::vector<std::int32_t> ids(static_cast<std::size_t>(num_blocks));
+  std::iota(ids.begin(), ids.end(), 0);
+  for (std::size_t i = ids.size() - 1; i > 0; --i) {
+    std::swap(ids[i],
+              ids[static_cast<std::size_t>(random.integer(0, static_cast<std::int64_t>(i)))]);
+  }
+  constexpr std::int32_t kGarbageId = std::numeric_limits<std::int32_t>::min();
+  sequences.block_ids.assign(lens.size() * static_cast<std::size_t>(sequences.width), kGarbageId);
+  auto next = ids.begin();
+  for (std::size_t request = 0; request < lens.size(); ++request) {
+    const std::int64_t count = blocks_of(lens[request]);
+    std::copy_n(
+        next, count,
+        sequences.block_ids.begin() + static_cast<std::ptrdiff_t>(request) * sequences.width);
+    next += count;
+  }
+  sequences.lens = std::move(lens);
+  return sequences;
+}
+
+void RowChecker::note(double error, std::string place) {
+  if (std::isnan(error)) error = kInfinity;
+  if (error > result_.worst_error) {
+    result_.worst_error = error;
+    result_.worst_place = std::move(place);
+  }
+}
+
+void RowChecker::rows(const std::string& name, std::span<const double> got,
+                      std::span<const double> expected, std::int64_t row_elements) {
+  require(got.size() == expected.size(), name + " has the wrong size");
+  const auto width = static_cast<std::size_t>(row_elements);
+  for (std::size_t begin = 0; begin + width <= expected.size() && width > 0; begin += width) {
+    double error = 0;
+    double norm = 0;
+    double worst = -1;
+    std::size_t worst_at = begin;
+    for (std::size_t i = begin; i < begin + width; ++i) {
+      const double difference = std::abs(got[i] - expected[i]);
+      error += difference * difference;
+      norm += expected[i] * expected[i];
+      if (!(difference <= worst)) {
+        worst = difference;
+        worst_at = i;
+      }
+    }
+    if (error == 0) continue;
+    note(norm > 0 ? std::sqrt(error / norm) : kInfinity,
+         fmt::format("{} row {} element {}: got {}, expected {}", name, begin / width,
+                     worst_at - begin, got[worst_at], expected[worst_at]));
+  }
+}
+
+void RowChecker::lse(std::span<const double> got, std::span<const double> expected) {
+  require(got.size() == expected.size(), "lse has the wrong size");
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    if (got[i] == expected[i]) continue;
+    const double error = std::abs(got[i] - expected[i]) / std::max(1.0, std::abs(expected[i]));
+    note(std::isinf(expected[i]) ? kInfinity : error,
+         fmt::format("lse element {}: got {}, expected {}", i, got[i], expected[i]));
+  }
+}
+
+void RowChecker::require(bool holds, const std::string& what) {
+  if (!holds) note(kInfinity, what);
+}
+
+double error_limit(DType dtype) { return Verifier::limit(dtype); }
+
+std::vector<std::int32_t> to_int32(const std::vector<std::int64_t>& values) {
+  return {values.begin(), values.end()};
+}
+
+std::vector<std::int32_t> running_sum(const std::vector<std::int64_t>& lengths) {
+  std::vector<std::int32_t> sums = {0};
+  for (const std::int64_t length : lengths) {
+    sums.push_back(sums.back() + static_cast<std::int32_t>(length));
+  }
+  return sums;
+}
+
+double visible_pairs(std::int64_t num_queries, std::int64_t num_keys, bool causal) {
+  const auto queries = static_cast<double>(num_queries);
+  const auto keys = static_cast<double>(num_keys);
+  if (!causal) return queries * keys;
+  // Query i sees keys - queries + i + 1 keys, and the first see none where that is negative.
+  const double seeing = std::min(queries, keys);
+  return seeing * keys - seeing * (seeing - 1) / 2;
+}
+
+}  // namespace fovea::cases

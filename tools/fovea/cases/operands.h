@@ -1,0 +1,105 @@
+// Operands of cases: seeded values, NaN wherever nobody owns the bytes.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <random>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "cases/problem.h"
+#include "fovea/ops.h"
+#include "fovea/paged_kv_cache.h"
+#include "fovea/tensor.h"
+
+namespace fovea::cases {
+
+/// Small and fast (splitmix64, Steele et al. 2014), and the same everywhere, which
+/// std::normal_distribution is not.
+class Random {
+ public:
+  explicit Random(std::uint64_t seed) : state_(seed) {}
+  std::uint64_t bits();
+  /// From `min` to `max`, both included.
+  std::int64_t integer(std::int64_t min, std::int64_t max);
+  double uniform() { return static_cast<double>(bits() >> 11) * 0x1p-53; }
+  double normal();
+  bool chance(double probability) { return uniform() < probability; }
+
+ private:
+  std::uint64_t state_;
+};
+
+/// Values with `pad` unowned elements after each innermost row.
+struct Array {
+  Tensor storage;
+  TensorView view;
+
+  /// Row-major, without the pads.
+  std::vector<double> values() const;
+  bool pads_untouched() const;
+};
+
+struct ArraySpec {
+  DType dtype = DType::f32;
+  std::vector<std::int64_t> shape;
+  std::int64_t pad = 0;
+};
+/// Every byte 0xff: a NaN in f32, f16 and bf16.
+Array poisoned_array(const ArraySpec& spec);
+Array normal_array(const ArraySpec& spec, Random& random, double stddev = 1.0);
+
+/// Reserves `bytes` of scratch and fills all of it with NaN.
+void reserve_poisoned(const OpContext& ctx, std::int64_t bytes);
+
+/// Sequences in a paged cache: blocks in random order, NaN in every slot not in use, garbage ids in
+/// the block table's tails.
+struct CachedSequences {
+  PagedKvCache cache;
+  std::vector<std::int32_t> block_ids;  ///< [requests, width]
+  std::int64_t width = 0;
+  std::vector<std::int64_t> lens;
+
+  BlockTableView table() const;
+  std::int64_t slot(std::size_t request, std::int64_t position) const;
+  /// Row-major rows [begin, end) of a sequence.
+  std::vector<double> rows(std::size_t request, std::int64_t begin, std::int64_t end) const;
+  void fill(std::size_t request, std::int64_t begin, std::int64_t end, Random& random) const;
+};
+struct CacheSpec {
+  KvFormat format;
+  std::int64_t block_size = 64;
+  std::int64_t pad = 0;  ///< Unowned elements after each row.
+};
+/// Poisoned; fill() what should be there.
+CachedSequences make_cached_sequences(const CacheSpec& spec, std::vector<std::int64_t> lens,
+                                      Random& random);
+
+/// Collects the worst row.
+class RowChecker {
+ public:
+  explicit RowChecker(double limit) { result_.limit = limit; }
+  void rows(const std::string& name, std::span<const double> got, std::span<const double> expected,
+            std::int64_t row_elements);
+  /// One by one: -inf exactly, else relative to max(1, |expected|).
+  void lse(std::span<const double> got, std::span<const double> expected);
+  void require(bool holds, const std::string& what);
+  const CheckResult& result() const { return result_; }
+
+ private:
+  void note(double error, std::string place);
+  CheckResult result_;
+};
+
+/// What rounding of operands and results to `dtype` makes of a row at most, with accumulation in
+/// f32: 1e-4, 2e-3, 1.2e-2 of its norm, the limits that `fovea run --verify` holds too.
+double error_limit(DType dtype);
+
+std::vector<std::int32_t> to_int32(const std::vector<std::int64_t>& values);
+/// [0, a, a + b, ...]
+std::vector<std::int32_t> running_sum(const std::vector<std::int64_t>& lengths);
+/// (query, key) pairs that attention sees; queries stand at the end of their sequence.
+double visible_pairs(std::int64_t num_queries, std::int64_t num_keys, bool causal);
+
+}  // namespace fovea::cases

@@ -1,0 +1,144 @@
+// fovea info: what this machine has, and which implementation each op takes.
+#include <fmt/format.h>
+
+#include <map>
+
+#include "commands.h"
+#include "fovea/error.h"
+#include "fovea/linear.h"
+#include "fovea/model.h"
+#include "machine_json.h"
+#include "table.h"
+
+namespace fovea::cli {
+namespace {
+
+struct InfoArgs {
+  RuntimeArgs runtime;
+  std::string json_file;
+};
+
+nlohmann::ordered_json describe_ops(const Runtime& runtime, DType dtype) {
+  nlohmann::ordered_json ops;
+  for (const ImplementationChoice& choice : explain_implementations(runtime, dtype)) {
+    auto& op = ops[choice.op];
+    if (choice.reason.empty()) {
+      op["takes"] = choice.implementation;
+    } else {
+      op["declined"].push_back(
+          {{"implementation", choice.implementation}, {"reason", choice.reason}});
+    }
+  }
+  return ops;
+}
+
+/// Of a product with weights of `dtype`.
+std::string linear_backend(DType dtype) {
+  try {
+    const Tensor weight = Tensor::zeros(dtype, {64, 64});
+    return std::string(Linear(weight, TensorView{}).backend_name());
+  } catch (const Error& error) {
+    return fmt::format("none: {}", error.what());
+  }
+}
+
+nlohmann::ordered_json describe_preset(const PresetInfo& preset) {
+  const MlaDims& dims = preset.config.dims;
+  const std::int64_t element_bytes = bytes_of(preset.config.dtype, 1);
+  const std::int64_t expanded = dims.num_heads * (dims.qk_head_dim() + dims.v_head_dim);
+  return {{"name", preset.name},
+          {"layers", preset.config.num_layers},
+          {"hidden_size", dims.hidden_size},
+          {"num_heads", dims.num_heads},
+          {"q_lora_rank", dims.q_lora_rank},
+          {"kv_lora_rank", dims.kv_lora_rank},
+          {"qk_nope_head_dim", dims.qk_nope_head_dim},
+          {"qk_rope_head_dim", dims.qk_rope_head_dim},
+          {"v_head_dim", dims.v_head_dim},
+          {"dtype", name_of(preset.config.dtype)},
+          {"latent_bytes_per_token", dims.latent_dim() * element_bytes},
+          {"expanded_bytes_per_token", expanded * element_bytes}};
+}
+
+nlohmann::ordered_json describe(const Runtime& runtime) {
+  nlohmann::ordered_json json = describe_machine(runtime);
+  for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+    const std::string name(name_of(dtype));
+    json["ops"][name] = describe_ops(runtime, dtype);
+    json["linear"][name] = linear_backend(dtype);
+  }
+  for (const PresetInfo& preset : model_presets()) {
+    json["presets"].push_back(describe_preset(preset));
+  }
+  return json;
+}
+
+std::string text_of(const nlohmann::ordered_json& value) {
+  return value.is_string() ? value.get<std::string>() : value.dump();
+}
+
+void print_machine(const nlohmann::ordered_json& json) {
+  fmt::print("fovea {}\n\nmachine\n", text_of(json["version"]));
+  Facts facts;
+  for (const auto& [key, value] : json["machine"].items()) facts.add(key, text_of(value));
+  fmt::print("{}", facts.to_text());
+}
+
+void print_ops(const nlohmann::ordered_json& json) {
+  fmt::print("\nimplementations\n");
+  Table table({"op", "dtype", "takes"});
+  std::map<std::string, std::string> declined;  // reason to who declined for it
+  for (const auto& [dtype, ops] : json["ops"].items()) {
+    for (const auto& [op, choice] : ops.items()) {
+      table.add({op, dtype, choice.contains("takes") ? text_of(choice["takes"]) : "none"});
+      if (!choice.contains("declined")) continue;
+      for (const auto& no : choice["declined"]) {
+        std::string& who = declined[text_of(no["reason"])];
+        if (!who.empty()) who += ", ";
+        who += fmt::format("{}/{} {}", op, text_of(no["implementation"]), dtype);
+      }
+    }
+    table.add({"linear", dtype, text_of(json["linear"][dtype])});
+  }
+  fmt::print("{}\ndeclined\n", table.to_text());
+  for (const auto& [reason, who] : declined) fmt::print("  {}: {}\n", reason, who);
+}
+
+void print_presets(const nlohmann::ordered_json& json) {
+  fmt::print("\npresets: bytes of a token's keys and values in one layer, latent and expanded\n");
+  Table table({"name", "layers", "hidden", "heads", "q_lora", "kv_lora", "nope", "rope", "v",
+               "latent", "expanded", "ratio"});
+  for (const auto& preset : json["presets"]) {
+    std::vector<std::string> row;
+    for (const char* key : {"name", "layers", "hidden_size", "num_heads", "q_lora_rank",
+                            "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+                            "latent_bytes_per_token", "expanded_bytes_per_token"}) {
+      row.push_back(text_of(preset[key]));
+    }
+    row.push_back(format_number(preset["expanded_bytes_per_token"].get<double>() /
+                                preset["latent_bytes_per_token"].get<double>()));
+    table.add(std::move(row));
+  }
+  fmt::print("{}", table.to_text());
+}
+
+int info(const InfoArgs& args) {
+  const ToolRuntime runtime(args.runtime);
+  const nlohmann::ordered_json json = describe(*runtime);
+  print_machine(json);
+  print_ops(json);
+  print_presets(json);
+  if (!args.json_file.empty()) write_json(args.json_file, json);
+  return 0;
+}
+
+}  // namespace
+
+Command declare_info(Options& options) {
+  auto args = std::make_shared<InfoArgs>();
+  add_runtime_options(options, args->runtime);
+  options.output_file("--json", args->json_file, "Write it to a file");
+  return [args] { return info(*args); };
+}
+
+}  // namespace fovea::cli

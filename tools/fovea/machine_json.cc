@@ -1,0 +1,43 @@
+#include "machine_json.h"
+
+#include <fmt/format.h>
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+
+#include "fovea/error.h"
+
+namespace fovea::cli {
+
+std::string processor_name() {
+  std::ifstream cpuinfo("/proc/cpuinfo");
+  for (std::string line; std::getline(cpuinfo, line);) {
+    const std::size_t value = line.find(": ");
+    if (line.starts_with("model name") && value != std::string::npos) return line.substr(value + 2);
+  }
+  return "unknown";
+}
+
+nlohmann::ordered_json describe_machine(const Runtime& runtime) {
+  nlohmann::ordered_json json;
+  json["version"] = FOVEA_VERSION;
+  json["machine"] = {{"processor", processor_name()},
+                     {"features", cpu_features()},
+                     {"threads", runtime.num_threads()},
+                     {"backend", runtime.backend()},
+                     {"isa", runtime.isa()}};
+  return json;
+}
+
+void write_json(const std::string& path, const nlohmann::ordered_json& json) {
+  std::ofstream file(path, std::ios::trunc);
+  file << json.dump(2) << '\n';
+  file.close();
+  if (!file) {
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("--json: '{}' cannot be written: {}", path, std::strerror(errno)));
+  }
+}
+
+}  // namespace fovea::cli

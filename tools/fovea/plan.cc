@@ -1,0 +1,154 @@
+// fovea plan: what a batch becomes.
+#include "fovea/plan.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <numeric>
+
+#include "commands.h"
+#include "fovea/error.h"
+
+namespace fovea::cli {
+namespace {
+
+struct PlanArgs {
+  std::vector<std::int64_t> query_lens;
+  std::vector<std::int64_t> context_lens;
+  std::string batch_file;
+  std::int64_t workspace_rows = PlanOptions{}.workspace_rows;
+  std::int64_t block_size = PlanOptions{}.block_size;
+  std::string context_plan = "packed";
+  std::int64_t threshold = 1;
+  std::string query_len_support = "single_only";
+  // 0: what this machine's runtime plans with.
+  std::int64_t num_workers = 0;
+  std::int64_t kv_tile = 0;
+  std::int64_t query_tile = 0;
+  bool as_json = false;
+};
+
+/// {"query_lens": [...], "context_lens": [...]}
+void read_batch_file(PlanArgs& args) {
+  try {
+    std::ifstream file(args.batch_file);
+    const auto json = nlohmann::json::parse(file);
+    args.query_lens = json.at("query_lens").get<std::vector<std::int64_t>>();
+    args.context_lens = json.at("context_lens").get<std::vector<std::int64_t>>();
+  } catch (const nlohmann::json::exception& error) {
+    throw Error(ErrorCode::corrupt_file, fmt::format("{}: {}", args.batch_file, error.what()));
+  }
+}
+
+void check_lengths(const PlanArgs& args) {
+  if (args.query_lens.empty()) {
+    throw Error(ErrorCode::invalid_argument,
+                "--query-lens: was empty, must be one length per request");
+  }
+  if (args.context_lens.size() != args.query_lens.size()) {
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("--context-lens: has {} lengths, must be one for each of the {} "
+                            "--query-lens",
+                            args.context_lens.size(), args.query_lens.size()));
+  }
+  constexpr std::int64_t kMax = std::numeric_limits<std::int32_t>::max();
+  std::int64_t tokens = 0;
+  for (std::size_t i = 0; i < args.query_lens.size(); ++i) {
+    const std::int64_t query_len = args.query_lens[i];
+    const std::int64_t context_len = args.context_lens[i];
+    tokens += query_len;
+    if (query_len < 0 || context_len < 0 || query_len + context_len > kMax || tokens > kMax) {
+      throw Error(ErrorCode::invalid_argument,
+                  fmt::format("--query-lens, --context-lens: request {} has {} and {} tokens, must "
+                              "be at least 0, and at most {} as a sequence and as a batch",
+                              i, query_len, context_len, kMax));
+    }
+  }
+}
+
+PlanTarget target_of(const PlanArgs& args) {
+  PlanTarget target = Runtime().context().plan_target;
+  if (args.num_workers > 0) target.num_workers = static_cast<std::int32_t>(args.num_workers);
+  if (args.kv_tile > 0) target.decode_kv_tile = static_cast<std::int32_t>(args.kv_tile);
+  if (args.query_tile > 0) target.prefill_query_tile = static_cast<std::int32_t>(args.query_tile);
+  return target;
+}
+
+QueryLenSupport parse_support(const std::string& name) {
+  if (name == "uniform") return QueryLenSupport::uniform;
+  return name == "varlen" ? QueryLenSupport::varlen : QueryLenSupport::single_only;
+}
+
+SequenceBatch to_batch(const std::vector<std::int32_t>& query_lens,
+                       const std::vector<std::int32_t>& context_lens) {
+  SequenceBatch batch;
+  batch.query_start_loc = {0};
+  for (std::size_t i = 0; i < query_lens.size(); ++i) {
+    batch.query_start_loc.push_back(batch.query_start_loc.back() + query_lens[i]);
+    batch.seq_lens.push_back(context_lens[i] + query_lens[i]);
+  }
+  return batch;
+}
+
+int plan(PlanArgs args) {
+  if (!args.batch_file.empty()) read_batch_file(args);
+  check_lengths(args);
+  PlanOptions options;
+  options.split.reorder_batch_threshold = static_cast<std::int32_t>(args.threshold);
+  options.split.support = parse_support(args.query_len_support);
+  options.context_plan =
+      args.context_plan == "equal" ? ContextPlanKind::equal : ContextPlanKind::packed;
+  options.workspace_rows = args.workspace_rows;
+  options.block_size = args.block_size;
+
+  std::vector<std::int32_t> query_lens(args.query_lens.begin(), args.query_lens.end());
+  std::vector<std::int32_t> context_lens(args.context_lens.begin(), args.context_lens.end());
+  std::vector<std::int32_t> order(query_lens.size());
+  std::iota(order.begin(), order.end(), 0);
+  for (const auto& [a, b] : reorder_swaps(query_lens, options.split)) {
+    const auto i = static_cast<std::size_t>(a);
+    const auto j = static_cast<std::size_t>(b);
+    std::swap(order[i], order[j]);
+    std::swap(query_lens[i], query_lens[j]);
+    std::swap(context_lens[i], context_lens[j]);
+  }
+  const BatchPlan result = make_plan(to_batch(query_lens, context_lens), target_of(args), options);
+  if (args.as_json) {
+    nlohmann::ordered_json json;
+    json["order"] = order;
+    json["plan"] = nlohmann::ordered_json::parse(result.to_json());
+    fmt::print("{}\n", json.dump(2));
+  } else {
+    fmt::print("order of the requests: {}\n{}", fmt::join(order, " "), result.to_text());
+  }
+  return 0;
+}
+
+}  // namespace
+
+Command declare_plan(Options& options) {
+  auto args = std::make_shared<PlanArgs>();
+  options.integers("--query-lens", args->query_lens, "New tokens per request", {0});
+  options.integers("--context-lens", args->context_lens, "Cached tokens per request", {0});
+  options.input_file("--batch", args->batch_file,
+                     "Both from a JSON file with query_lens and context_lens");
+  options.exclude("--batch", "--query-lens");
+  options.exclude("--batch", "--context-lens");
+  options.integer("--workspace-rows", args->workspace_rows, "Context rows of a chunk");
+  options.integer("--block-size", args->block_size, "Tokens per block");
+  options.word("--context-plan", args->context_plan, "How context is cut into chunks",
+               {"packed", "equal"});
+  options.integer("--threshold", args->threshold, "Most new tokens of a decode");
+  options.word("--query-len-support", args->query_len_support, "What decode kernels take",
+               {"single_only", "uniform", "varlen"});
+  options.integer("--workers", args->num_workers, "Threads that share the decodes", {1, 1 << 20});
+  options.integer("--kv-tile", args->kv_tile, "Keys of a tile: splits are multiples", {1, 1 << 20});
+  options.integer("--query-tile", args->query_tile, "Query rows of a prefill tile", {1, 1 << 20});
+  options.flag("--json", args->as_json, "Print JSON");
+  return [args] { return plan(*args); };
+}
+
+}  // namespace fovea::cli

@@ -1,0 +1,228 @@
+// fovea run: serve a workload with a model's attention layers, and prove and compare it.
+#include <fmt/format.h>
+
+#include <array>
+#include <filesystem>
+#include <memory>
+#include <span>
+
+#include "commands.h"
+#include "fovea/engine.h"
+#include "fovea/error.h"
+#include "interrupt.h"
+#include "machine_json.h"
+#include "progress.h"
+#include "run_report.h"
+#include "table.h"
+
+namespace fovea::cli {
+namespace {
+
+// Two slow cores serve, verify and compare this many in well under 20 seconds.
+constexpr std::int64_t kGeneratedRequests = 8;
+constexpr std::int64_t kVerifiedRows = 64;
+constexpr std::array<std::int64_t, 2> kCompareContexts = {8192, 32768};
+
+struct RunArgs {
+  std::string model = "deepseek-v2-lite";
+  std::int64_t num_layers = -1;
+  std::string workload_file;
+  std::int64_t num_requests = -1;
+  std::int64_t seed = 0;
+  std::string arrivals = "none";
+  std::string dtype = "bf16";
+  std::string context_plan = "packed";
+  std::string prefix_reuse = "on";
+  EngineOptions engine;
+  RuntimeArgs runtime;
+  bool verify = false;
+  bool compare = false;
+  std::string json_file;
+  std::string dump_directory;
+};
+
+void complete(RunArgs& args) {
+  args.engine.arrivals = args.arrivals == "real"  ? Arrivals::real
+                         : args.arrivals == "x10" ? Arrivals::x10
+                                                  : Arrivals::none;
+  args.engine.context_plan =
+      args.context_plan == "equal" ? ContextPlanKind::equal : ContextPlanKind::packed;
+  args.engine.prefix_reuse = args.prefix_reuse == "on";
+}
+
+Workload make_workload(const RunArgs& args) {
+  const auto seed = static_cast<std::uint64_t>(args.seed);
+  if (!args.workload_file.empty()) {
+    return load_workload(args.workload_file, args.num_requests, seed);
+  }
+  return generate_workload(args.num_requests < 0 ? kGeneratedRequests : args.num_requests, seed);
+}
+
+/// Every option by its name, as it was understood.
+nlohmann::ordered_json options_json(const RunArgs& args) {
+  return {{"model", args.model},
+          {"layers", args.num_layers},
+          {"workload", args.workload_file},
+          {"requests", args.num_requests},
+          {"seed", args.seed},
+          {"arrivals", args.arrivals},
+          {"dtype", args.dtype},
+          {"block-size", args.engine.block_size},
+          {"num-blocks", args.engine.num_blocks},
+          {"max-num-seqs", args.engine.max_num_seqs},
+          {"workspace-rows", args.engine.workspace_rows},
+          {"context-plan", args.context_plan},
+          {"prefix-reuse", args.prefix_reuse},
+          {"token-budget", args.engine.token_budget},
+          {"threads", args.runtime.num_threads},
+          {"backend", args.runtime.backend},
+          {"verify", args.verify},
+          {"compare", args.compare},
+          {"dump", args.dump_directory}};
+}
+
+void print_header(const RunArgs& args, const Runtime& runtime, const Model& model,
+                  const Workload& workload) {
+  const ModelConfig& config = model.config();
+  const MlaDims& dims = config.dims;
+  fmt::print("fovea {}: attention without MLP; times are attention milliseconds\n", FOVEA_VERSION);
+  Facts facts;
+  facts.add("model", fmt::format("{} ({}), {} of {} layers in {}, {} of weights", args.model,
+                                 config.model_type, model.num_layers(), config.num_layers,
+                                 name_of(model.dtype()),
+                                 format_bytes(static_cast<double>(model.weight_bytes()))));
+  facts.add("dims",
+            fmt::format("hidden {}, {} heads, q_lora_rank {}, kv_lora_rank {}, qk_nope {}, "
+                        "qk_rope {}, v {}",
+                        dims.hidden_size, dims.num_heads, dims.q_lora_rank, dims.kv_lora_rank,
+                        dims.qk_nope_head_dim, dims.qk_rope_head_dim, dims.v_head_dim));
+  facts.add("machine", fmt::format("{}, {} threads, backend {}, isa {}", processor_name(),
+                                   runtime.num_threads(), runtime.backend(), runtime.isa()));
+  facts.add("workload", fmt::format("{}, {} requests, arrivals {}", workload.name,
+                                    workload.requests.size(), args.arrivals));
+  fmt::print("{}\n", facts.to_text());
+  std::fflush(stdout);
+}
+
+ServeReport serve(const RunArgs& args, const Runtime& runtime, const Model& model,
+                  const Workload& workload, Verifier* verifier) {
+  Engine engine(runtime, model, args.engine);
+  std::unique_ptr<Dumper> dumper;
+  Progress progress;
+  ServeHooks hooks;
+  if (verifier != nullptr) hooks.observers.push_back(verifier);
+  if (!args.dump_directory.empty()) {
+    dumper = std::make_unique<Dumper>(model, workload, args.dump_directory);
+    hooks.observers.push_back(dumper.get());
+  }
+  hooks.progress = [&progress](const ServeProgress& now) { progress.update(now); };
+  hooks.stop = &InterruptGuard::requested();
+  return engine.serve(workload, hooks);
+}
+
+/// One context after the other, so that Ctrl-C ends between them.
+std::vector<CompareResult> compare(const Runtime& runtime, const Model& model) {
+  std::vector<CompareResult> results;
+  for (const std::int64_t context : kCompareContexts) {
+    if (InterruptGuard::requested()) break;
+    fmt::print(stderr, "comparing at {} tokens of context ...\n", context);
+    for (CompareResult& result : compare_methods(runtime, model, std::span(&context, 1))) {
+      results.push_back(std::move(result));
+    }
+  }
+  return results;
+}
+
+int run(RunArgs args) {
+  complete(args);
+  const ToolRuntime runtime(args.runtime);
+  const Workload workload = make_workload(args);
+  const Model model = Model::load(args.model, {.num_layers = args.num_layers,
+                                               .dtype = parse_dtype(args.dtype),
+                                               .seed = static_cast<std::uint64_t>(args.seed)});
+  print_header(args, *runtime, model, workload);
+
+  const InterruptGuard guard;
+  nlohmann::ordered_json json = describe_machine(*runtime);
+  json["options"] = options_json(args);
+  int exit_code = 0;
+  std::unique_ptr<Verifier> verifier;
+  if (args.verify)
+    verifier =
+        std::make_unique<Verifier>(model, kVerifiedRows, static_cast<std::uint64_t>(args.seed));
+  const ServeReport report = serve(args, *runtime, model, workload, verifier.get());
+  json.update(serve_json(report));
+  fmt::print("{}\n", serve_text(report));
+
+  if (verifier != nullptr) {
+    const VerifyReport verified{.rows = verifier->rows(),
+                                .worst_relative_error = verifier->worst_relative_error(),
+                                .limit = Verifier::limit(model.dtype()),
+                                .worst_row = verifier->worst_row()};
+    json["verify"] = verify_json(verified);
+    fmt::print("{}\n", verify_text(verified));
+    if (!verified.passed()) exit_code = kExitFailure;
+  }
+  std::fflush(stdout);
+  if (args.compare && !InterruptGuard::requested()) {
+    const std::vector<CompareResult> results = compare(*runtime, model);
+    json["compare"] = compare_json(results);
+    fmt::print("one layer, one request, one new token\n{}", compare_text(results));
+  }
+  if (InterruptGuard::requested()) {
+    fmt::print("interrupted: this is what was served until then\n");
+    exit_code = exit_code == 0 ? kExitInterrupted : exit_code;
+  }
+  json["interrupted"] = InterruptGuard::requested().load();
+  if (!args.json_file.empty()) write_json(args.json_file, json);
+  return exit_code;
+}
+
+void add_workload_options(Options& options, RunArgs& args) {
+  options.text("--model", args.model, "A preset (see fovea info) or a Hugging Face directory",
+               "NAME|DIR");
+  options.integer("--layers", args.num_layers,
+                  "The first so many (default: all of a directory, 1 of a preset)");
+  options.input_file(
+      "--workload", args.workload_file,
+      "JSONL, or CSV with TIMESTAMP,ContextTokens,GeneratedTokens (default: generated)");
+  options.integer(
+      "--requests", args.num_requests,
+      fmt::format("The first so many (default: all of a file, {} generated)", kGeneratedRequests));
+  options.integer("--seed", args.seed, "Of token ids, preset weights and generated requests",
+                  {0, std::numeric_limits<std::int64_t>::max()});
+  options.word("--arrivals", args.arrivals, "When requests may start", {"real", "x10", "none"});
+  options.word("--dtype", args.dtype, "Of weights, activations and cache", {"f32", "f16", "bf16"});
+}
+
+void add_engine_options(Options& options, RunArgs& args) {
+  EngineOptions& engine = args.engine;
+  options.integer("--block-size", engine.block_size, "Tokens per cache block");
+  options.integer("--num-blocks", engine.num_blocks, "Cache blocks (default: enough)");
+  options.integer("--max-num-seqs", engine.max_num_seqs, "Most requests of a step");
+  options.integer("--workspace-rows", engine.workspace_rows,
+                  "Most context rows that a prefill gathers at once (default: by formula)");
+  options.integer("--token-budget", engine.token_budget, "Most tokens of a step");
+  options.word("--context-plan", args.context_plan, "How context is cut into chunks",
+               {"packed", "equal"});
+  options.word("--prefix-reuse", args.prefix_reuse, "Keep the blocks of shared prefixes",
+               {"on", "off"});
+}
+
+}  // namespace
+
+Command declare_run(Options& options) {
+  auto args = std::make_shared<RunArgs>();
+  add_workload_options(options, *args);
+  add_engine_options(options, *args);
+  add_runtime_options(options, args->runtime);
+  options.flag("--verify", args->verify, "Check sampled rows against float64");
+  options.flag("--compare", args->compare,
+               "Measure against expanded keys and values, and against expanding every step");
+  options.output_file("--json", args->json_file, "Write the report to a file");
+  options.text("--dump", args->dump_directory, "Write each request's outputs to a directory",
+               "DIR");
+  return [args] { return run(*args); };
+}
+
+}  // namespace fovea::cli
