@@ -54,8 +54,9 @@ TEST_P(ThreadPoolTest, RunsAfterTheWorkersWentToSleep) {
 
 INSTANTIATE_TEST_SUITE_P(Threads, ThreadPoolTest, ::testing::Values(1, 2, 3, 8));
 
-TEST(StdThreadPoolTest, SlowTasksRunOnSeveralThreadsAtOnce) {
+TEST(StdThreadPoolTest, SlowTasksRunOnSeveralThreadsAtOnceAlsoWhenTheseSlept) {
   const auto pool = make_std_thread_pool(4);
+  std::this_thread::sleep_for(std::chrono::milliseconds(30));
   std::vector<std::thread::id> ids(8);
   std::atomic<int> running{0};
   std::atomic<int> most{0};
