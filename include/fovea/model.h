@@ -24,8 +24,8 @@ struct ModelConfig {
   float residual_scale = 1.f;
   bool attention_bias = false;  ///< q_a_proj, kv_a_proj and o_proj have one.
   std::int64_t vocab_size = 0;
-  std::int64_t max_position = 0;
-  DType dtype = DType::bf16;  ///< Of the checkpoint.
+  std::int64_t max_position = 0;  ///< Of the trained model; rope.max_position is the table's.
+  DType dtype = DType::bf16;      ///< Of the checkpoint.
 };
 
 /// Reads config.json's text. Throws Error that names the file and the field: corrupt_file for what is
@@ -59,7 +59,7 @@ class Model {
   Model& operator=(Model&&) noexcept;
   ~Model();
 
-  const ModelConfig& config() const;
+  const ModelConfig& config() const;  ///< As loaded: dims.sm_scale filled in, rope as its table is.
   DType dtype() const;
   std::int64_t num_layers() const;
   const DecoderLayer& layer(std::int64_t index) const;

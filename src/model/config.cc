@@ -279,6 +279,7 @@ LongRopeScaling parse_longrope(const Fields& config, const Fields& rope, const R
   longrope.short_factor = rope.numbers("short_factor", pairs, kLeastFactor);
   longrope.long_factor = rope.numbers("long_factor", pairs, kLeastFactor);
   longrope.original_max_position = original_max_position(config, rope);
+  longrope.max_position = base.max_position;
   const double ratio =
       static_cast<double>(base.max_position) / static_cast<double>(longrope.original_max_position);
   FOVEA_CHECK(rope.number_or("factor", ratio, 0) == ratio, unsupported,

@@ -29,9 +29,8 @@ namespace {
 /// as max_position_embeddings is a file's claim.
 constexpr std::int64_t kMaxUnaskedTableBytes = std::int64_t{1} << 30;
 
-std::shared_ptr<const RotaryEmbedding> make_rotary(const ModelConfig& config,
-                                                   std::int64_t max_position) {
-  RopeConfig rope = config.rope;
+/// Makes the table of the positions that will be served, and lets the config say so.
+std::shared_ptr<const RotaryEmbedding> make_rotary(RopeConfig& rope, std::int64_t max_position) {
   if (max_position > 0) {
     rope.max_position = max_position;
   } else {
@@ -117,7 +116,7 @@ Model Model::load(const std::string& name_or_directory, const Options& options) 
     }
   }
 
-  const auto rotary = make_rotary(state.config, options.max_position);
+  const auto rotary = make_rotary(state.config.rope, options.max_position);
   MlaOptions layer_options;
   layer_options.absorption = options.absorption;
   layer_options.rms_norm_eps = state.config.latent_norm_eps;

@@ -110,8 +110,10 @@ ModelConfig minicpm3_4b() {
       2.093982484148734,  3.1446935121267696, 4.937952647693647,  7.524541999994549,
       10.475458000005451, 13.062047352306353, 14.85530648787323,  15.906017515851266,
       16.461961959767827, 16.740306425132907, 16.87581087164081,  16.940876586213285};
-  config.rope.scaling = LongRopeScaling{
-      .short_factor = factors, .long_factor = factors, .original_max_position = 32768};
+  config.rope.scaling = LongRopeScaling{.short_factor = factors,
+                                        .long_factor = factors,
+                                        .original_max_position = 32768,
+                                        .max_position = 32768};
   return config;
 }
 

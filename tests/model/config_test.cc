@@ -150,6 +150,7 @@ TEST(ModelConfig, MiniCpmHasLongRopeAndScaledResiduals) {
   EXPECT_EQ(longrope.short_factor, (std::vector<double>{1.0, 1.5}));
   EXPECT_EQ(longrope.long_factor, (std::vector<double>{2.0, 3.5}));
   EXPECT_EQ(longrope.original_max_position, 320);
+  EXPECT_EQ(longrope.max_position, 640);
   EXPECT_EQ(minicpm([](json& c) { c["scale_depth"] = nullptr; }).residual_scale, 1.f);
 
   auto refused_minicpm = [&](ErrorCode code, auto&& change) {

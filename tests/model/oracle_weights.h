@@ -30,7 +30,7 @@ inline oracle::Rotary oracle_rotary(const RopeConfig& rope) {
       rotary.inv_freq[i] /= longrope->short_factor[i];
     }
     const auto original = static_cast<double>(longrope->original_max_position);
-    const double ratio = static_cast<double>(rope.max_position) / original;
+    const double ratio = static_cast<double>(longrope->max_position) / original;
     if (ratio > 1) rotary.amplitude = std::sqrt(1 + std::log(ratio) / std::log(original));
   }
   return rotary;

@@ -1,0 +1,154 @@
+// The MLA layer against outputs that make_goldens.py computed in float64 from the same configs,
+// with weights that both sides make from a seed.
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <numeric>
+#include <sstream>
+
+#include "fovea/model.h"
+#include "model/safetensors.h"
+#include "model/seeded_weights.h"
+#include "support/compare.h"
+#include "support/sequence_runner.h"
+
+namespace fovea {
+namespace {
+
+constexpr std::uint64_t kSeed = 11;
+const std::string kDirectory = FOVEA_TEST_DATA;
+
+std::vector<std::string> case_names() {
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(kDirectory + "/cases")) {
+    names.push_back(entry.path().stem());
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+ModelConfig read_config(const std::string& name) {
+  const std::string path = kDirectory + "/cases/" + name + ".json";
+  std::stringstream text;
+  text << std::ifstream(path).rdbuf();
+  return parse_model_config(text.str(), path);
+}
+
+/// How a sequence is cut into steps.
+struct Steps {
+  const char* name;
+  std::vector<std::int64_t> sizes;
+  std::int64_t workspace_rows = 1 << 16;
+  std::size_t least_chunks = 0;
+};
+
+std::vector<Steps> ways_to_run(std::int64_t tokens) {
+  std::vector<std::int64_t> decode(static_cast<std::size_t>(tokens - tokens / 2), 1);
+  decode.front() = tokens / 2;
+  decode.push_back(1);
+  std::vector<std::int64_t> pieces;
+  for (std::int64_t left = tokens; left > 0; left -= pieces.back()) {
+    pieces.push_back(std::min<std::int64_t>(left, 7));
+  }
+  return {{"one prefill", {tokens}},
+          {"chunked prefill", pieces, 8, 2},
+          {"prefill, then decode", decode, 8},
+          {"decode alone", std::vector<std::int64_t>(static_cast<std::size_t>(tokens), 1)}};
+}
+
+class Golden : public ::testing::TestWithParam<std::string> {
+ protected:
+  Golden()
+      : config_(read_config(GetParam())),
+        goldens_(kDirectory + "/goldens.safetensors"),
+        expected_latent_(test::to_doubles(golden(".latent"))),
+        expected_(test::to_doubles(golden(".output"))) {
+    const std::unique_ptr<ThreadPool> pool = make_std_thread_pool();
+    weights_ = seeded_layer(config_, kSeed, 0, DType::f32, *pool);
+    const TensorView output = golden(".output");
+    hidden_ = Tensor::empty(DType::f32, {output.shape[0], output.shape[1]});
+    for (std::int64_t t = 0; t < hidden_.view().shape[0]; ++t) {
+      token_hidden_state(kSeed, t, hidden_.view().select(0, t));
+    }
+  }
+
+  TensorView golden(const std::string& suffix) const {
+    const SafetensorsEntry* entry = goldens_.find(GetParam() + suffix);
+    if (entry == nullptr) throw std::runtime_error("no golden " + GetParam() + suffix);
+    return goldens_.view(*entry);
+  }
+
+  void check(const Runtime& runtime, const MlaLayer& layer, const Steps& steps) const {
+    SCOPED_TRACE(steps.name);
+    const std::int64_t tokens = hidden_.view().shape[0];
+    const Tensor out = Tensor::empty(DType::f32, {tokens, config_.dims.hidden_size});
+    test::SequenceRunner runner(runtime, layer, tokens, {.workspace_rows = steps.workspace_rows});
+    EXPECT_GE(runner.run(hidden_, out, steps.sizes), steps.least_chunks);
+    EXPECT_TRUE(test::rows_close(expected_, out, {1e-4}));
+    const auto latent_dim = static_cast<std::size_t>(config_.dims.latent_dim());
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      const auto row =
+          std::span(expected_latent_).subspan(static_cast<std::size_t>(t) * latent_dim, latent_dim);
+      ASSERT_TRUE(test::rows_close(row, runner.stored_row(t), {1e-5})) << "stored row " << t;
+    }
+  }
+
+  ModelConfig config_;
+  SafetensorsFile goldens_;
+  std::vector<double> expected_latent_;
+  std::vector<double> expected_;
+  LayerMemory weights_;
+  Tensor hidden_;
+};
+
+TEST_P(Golden, EveryWayToRunGivesTheSame) {
+  const auto rotary = std::make_shared<const RotaryEmbedding>(config_.rope);
+  const std::int64_t tokens = hidden_.view().shape[0];
+  for (const char* backend : {"auto", "reference"}) {
+    const Runtime runtime({.backend = backend, .num_threads = 2});
+    for (const MlaAbsorption absorption : {MlaAbsorption::two_step, MlaAbsorption::full}) {
+      SCOPED_TRACE(backend);
+      const MlaLayer layer(config_.dims, weights_.tensors.attention, rotary,
+                           {.absorption = absorption, .rms_norm_eps = config_.latent_norm_eps});
+      for (const Steps& steps : ways_to_run(tokens)) check(runtime, layer, steps);
+      if (config_.dims.hidden_size > 1024) return;  // Once is enough of the real dimensions.
+    }
+  }
+}
+
+// The comparison itself must be able to fail.
+TEST_P(Golden, WrongScalePairingOrLengthIsNoticed) {
+  const Runtime runtime({.num_threads = 2});
+  const std::int64_t tokens = hidden_.view().shape[0];
+  auto is_close = [&](const MlaDims& dims, const RopeConfig& rope, float eps) {
+    const MlaLayer layer(dims, weights_.tensors.attention,
+                         std::make_shared<const RotaryEmbedding>(rope), {.rms_norm_eps = eps});
+    const Tensor out = Tensor::empty(DType::f32, {tokens, dims.hidden_size});
+    test::SequenceRunner(runtime, layer, tokens).step(hidden_, out);
+    return static_cast<bool>(test::rows_close(expected_, out, {1e-4}));
+  };
+  if (config_.dims.hidden_size > 1024) GTEST_SKIP() << "tiny cases suffice";
+  EXPECT_TRUE(is_close(config_.dims, config_.rope, config_.latent_norm_eps));
+
+  MlaDims dims = config_.dims;
+  dims.sm_scale *= 1.01f;
+  EXPECT_FALSE(is_close(dims, config_.rope, config_.latent_norm_eps));
+  RopeConfig rope = config_.rope;
+  rope.pairing = rope.pairing == RopePairing::neox ? RopePairing::interleaved : RopePairing::neox;
+  EXPECT_FALSE(is_close(config_.dims, rope, config_.latent_norm_eps));
+  rope = config_.rope;
+  rope.theta *= 1.1;
+  EXPECT_FALSE(is_close(config_.dims, rope, config_.latent_norm_eps));
+  rope = config_.rope;
+  rope.scaling = {};
+  EXPECT_EQ(is_close(config_.dims, rope, config_.latent_norm_eps),
+            std::holds_alternative<std::monostate>(config_.rope.scaling));
+  EXPECT_FALSE(is_close(config_.dims, config_.rope, 1e-2f));
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, Golden, ::testing::ValuesIn(case_names()),
+                         [](const auto& name) { return name.param; });
+
+}  // namespace
+}  // namespace fovea
