@@ -21,7 +21,7 @@ ALLOWED = {
     "linear": {"quant"},
     "layers": {"ops", "linear", "plan", "kv", "variants", "quant", "parallel"},
     "model": {"layers", "linear", "parallel"},
-    "engine": {"layers", "model", "plan", "kv", "variants", "parallel"},
+    "engine": {"layers", "model", "plan", "kv", "variants", "parallel", "oracle"},
     "api": {"ops", "backends/reference", "backends/cpu", "plan", "kv", "variants", "quant"},
 }
 
