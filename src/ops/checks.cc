@@ -1,5 +1,6 @@
 #include "ops/checks.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -45,6 +46,12 @@ bool is_addressable(const TensorView& view) {
   return reach < std::numeric_limits<std::int64_t>::max() / 4;
 }
 
+/// Not TensorView::numel, which is 0 for every view without data.
+bool has_elements(const TensorView& view) {
+  const auto* end = view.shape.begin() + view.ndim;
+  return std::find(view.shape.begin(), end, 0) == end;
+}
+
 }  // namespace
 
 void check_view(const Argument& argument, const TensorView& view,
@@ -69,7 +76,7 @@ void check_view(const Argument& argument, const TensorView& view,
 }
 
 void check_data(const Argument& argument, const TensorView& view) {
-  FOVEA_CHECK(view.data != nullptr || view.numel() == 0, invalid_argument,
+  FOVEA_CHECK(view.data != nullptr || !has_elements(view), invalid_argument,
               "{}: {} is {} at a null pointer; it must point at its elements", argument.op,
               argument.name, to_string(view));
 }

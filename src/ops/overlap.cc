@@ -30,7 +30,8 @@ class BoundedSum {
   }
 
   bool reaches(std::int64_t target) {
-    std::sort(terms_.begin(), terms_.begin() + static_cast<std::ptrdiff_t>(size_),
+    // Unused terms are zero and come last.
+    std::sort(terms_.begin(), terms_.end(),
               [](const Term& a, const Term& b) { return a.coefficient > b.coefficient; });
     std::int64_t reach = 0;
     std::int64_t gcd = 0;
@@ -119,16 +120,16 @@ bool overlaps(const TensorView& a, const TensorView& b) {
 bool overlaps_itself(const TensorView& view) {
   if (!view || view.numel() == 0) return false;
   std::array<Term, kMaxRank> dims{};
-  std::size_t size = 0;
   for (std::size_t d = 0; d < static_cast<std::size_t>(view.ndim); ++d) {
-    if (view.shape[d] > 1) dims[size++] = {std::abs(view.strides[d]), view.shape[d] - 1};
+    dims[d] = {std::abs(view.strides[d]), view.shape[d] - 1};
   }
-  std::sort(dims.begin(), dims.begin() + static_cast<std::ptrdiff_t>(size),
+  std::sort(dims.begin(), dims.end(),
             [](const Term& a, const Term& b) { return a.coefficient < b.coefficient; });
   std::int64_t reach = 0;
-  for (std::size_t i = 0; i < size; ++i) {
-    if (dims[i].coefficient <= reach) return true;
-    reach += dims[i].coefficient * dims[i].bound;
+  for (const Term& dim : dims) {
+    if (dim.bound == 0) continue;
+    if (dim.coefficient <= reach) return true;
+    reach += dim.coefficient * dim.bound;
   }
   return false;
 }

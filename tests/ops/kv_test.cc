@@ -1,5 +1,8 @@
 // Appending to and gathering from a paged cache.
+#include <sys/mman.h>
+
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 
 #include "fovea/ops.h"
@@ -181,6 +184,74 @@ TEST_P(KvGather, AppendedRowsComeBack) {
                     TensorView::of(slots.data(), {40}), &cache.cache});
   kv_gather(ctx(), {&cache.cache, {table.data(), 1, 3, 3}, starts, lens, out});
   EXPECT_TRUE(bits_equal(rows, out));
+}
+
+/// Address space of `bytes` without memory behind it until it is touched.
+class SparseMemory {
+ public:
+  explicit SparseMemory(std::size_t bytes)
+      : bytes_(bytes),
+        data_(mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)) {}
+  ~SparseMemory() {
+    if (data_ != MAP_FAILED) munmap(data_, bytes_);
+  }
+  SparseMemory(const SparseMemory&) = delete;
+  SparseMemory& operator=(const SparseMemory&) = delete;
+  void* data() const { return data_ == MAP_FAILED ? nullptr : data_; }
+
+ private:
+  std::size_t bytes_;
+  void* data_;
+};
+
+class LargeCache : public BackendTest {};
+FOVEA_FOR_EACH_BACKEND(LargeCache);
+
+TEST_P(LargeCache, OffsetsPassThirtyTwoBits) {  // B035, B036, B037
+  // Blocks 2^21 bytes apart: block 1024 starts at 2^31 bytes, block 2048 at 2^32.
+  const KvFormat format{dtype(), kRow};
+  const KvCacheLayout layout{.num_blocks = 2500, .block_size = 16, .block_stride = 1 << 21};
+  const SparseMemory memory(static_cast<std::size_t>(PagedKvCache::required_bytes(format, layout)));
+  if (!memory.data()) GTEST_SKIP() << "no 5 GiB of address space";
+  const PagedKvCache cache = PagedKvCache::view(memory.data(), format, layout);
+
+  const std::vector<std::int32_t> table{2499, 1023, 2049};
+  std::vector<std::int64_t> slots;
+  for (std::int64_t p = 0; p < 40; ++p) {
+    slots.push_back(std::int64_t{table[static_cast<std::size_t>(p / 16)]} * 16 + p % 16);
+  }
+  const Tensor rows = Tensor::empty(dtype(), {40, kRow}), back = Tensor::empty(dtype(), {40, kRow});
+  fill_normal(rows, 1);
+  const TensorView kv_c = rows.view().slice(1, 0, kLatent);
+  kv_append(ctx(), {kv_c, rows.view().slice(1, kLatent, kRow), TensorView::of(slots.data(), {40}),
+                    &cache});
+  for (std::int64_t p = 0; p < 40; ++p) {
+    const auto* expected = static_cast<const std::byte*>(memory.data()) +
+                           (std::int64_t{table[static_cast<std::size_t>(p / 16)]} << 21) +
+                           p % 16 * format.row_bytes();
+    EXPECT_EQ(std::memcmp(expected, rows.view().select(0, p).data,
+                          static_cast<std::size_t>(format.row_bytes())),
+              0)
+        << "row " << p;
+  }
+  const std::vector<std::int32_t> starts{0}, lens{40}, query_start_loc{0, 1};
+  const BlockTableView blocks{table.data(), 1, 3, 3};
+  kv_gather(ctx(), {&cache, blocks, starts, lens, back});
+  EXPECT_TRUE(bits_equal(rows, back));
+
+  // A query of zeros sees every key alike: the mean of the latents, and the logarithm of 40.
+  const Tensor q_latent = Tensor::zeros(dtype(), {1, 1, kLatent});
+  const Tensor q_pe = Tensor::zeros(dtype(), {1, 1, kRope});
+  const Tensor out = Tensor::empty(DType::f32, {1, 1, kLatent});
+  const Tensor lse = Tensor::empty(DType::f32, {1, 1});
+  mla_decode_once(ctx(), {q_latent, q_pe, &cache, blocks, out, lse, nullptr, {}, 1.f},
+                  query_start_loc, lens);
+  const std::vector<double> latents = to_doubles(kv_c);
+  std::vector<double> mean(static_cast<std::size_t>(kLatent), 0.0);
+  for (std::size_t i = 0; i < latents.size(); ++i) mean[i % mean.size()] += latents[i] / 40;
+  EXPECT_TRUE(values_close(mean, out, 1e-6));
+  EXPECT_TRUE(values_close(std::vector<double>{std::log(40.0)}, lse, 1e-6));
 }
 
 }  // namespace

@@ -1,0 +1,138 @@
+// Given a plan and a workspace, an op allocates nothing: counted where every allocation ends, in
+// malloc. Its own program, because it replaces malloc.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstdlib>
+
+#include "ops/mla_problem.h"
+#include "ops/prefill_problem.h"
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || !defined(__GLIBC__)
+#define FOVEA_COUNTS_MALLOC 0
+#else
+#define FOVEA_COUNTS_MALLOC 1
+#endif
+
+namespace {
+std::atomic<bool> counting{false};
+std::atomic<int> allocations{0};
+}  // namespace
+
+#if FOVEA_COUNTS_MALLOC
+namespace {
+void count() {
+  if (counting.load(std::memory_order_relaxed)) allocations.fetch_add(1);
+}
+}  // namespace
+
+extern "C" {
+void* __libc_malloc(std::size_t bytes);
+void* __libc_calloc(std::size_t count, std::size_t bytes);
+void* __libc_realloc(void* memory, std::size_t bytes);
+void* __libc_memalign(std::size_t alignment, std::size_t bytes);
+
+void* malloc(std::size_t bytes) {
+  count();
+  return __libc_malloc(bytes);
+}
+void* calloc(std::size_t number, std::size_t bytes) {
+  count();
+  return __libc_calloc(number, bytes);
+}
+void* realloc(void* memory, std::size_t bytes) {
+  count();
+  return __libc_realloc(memory, bytes);
+}
+void* memalign(std::size_t alignment, std::size_t bytes) {
+  count();
+  return __libc_memalign(alignment, bytes);
+}
+void* aligned_alloc(std::size_t alignment, std::size_t bytes) { return memalign(alignment, bytes); }
+int posix_memalign(void** memory, std::size_t alignment, std::size_t bytes) {
+  *memory = memalign(alignment, bytes);
+  return *memory ? 0 : ENOMEM;
+}
+}
+#endif
+
+namespace fovea::test {
+namespace {
+
+template <class Call>
+int allocations_of(Call&& call) {
+  allocations = 0;
+  counting = true;
+  call();
+  counting = false;
+  return allocations;
+}
+
+class Allocation : public BackendTest {
+ protected:
+  void SetUp() override {
+    if (!FOVEA_COUNTS_MALLOC) GTEST_SKIP() << "malloc is the sanitizer's here";
+  }
+};
+FOVEA_FOR_EACH_BACKEND(Allocation);
+
+TEST_P(Allocation, TheCounterSeesNewAndMalloc) {
+  EXPECT_GE(allocations_of([] { std::vector<int> heap(100); }), 1);
+  EXPECT_GE(allocations_of([] { Tensor::empty(DType::f32, {100}); }), 1);
+  EXPECT_EQ(allocations_of([] {}), 0);
+}
+
+TEST_P(Allocation, MlaDecodeAllocatesNothing) {
+  MlaShape shape;
+  shape.query_lens = {1, 2, 1};
+  shape.seq_lens = {300, 40, 0};
+  shape.padding_rows = 2;
+  const MlaProblem problem(shape, dtype());
+  MlaDecodeParams params = problem.params();
+  const DecodeSchedule schedule =
+      schedule_decode(problem.query_start_loc(), shape.seq_lens, ctx().plan_target);
+  params.schedule = &schedule;
+  ctx().workspace->reserve(workspace_bytes(ctx(), params));
+  EXPECT_EQ(allocations_of([&] { mla_decode(ctx(), params); }), 0);
+  problem.check();
+}
+
+TEST_P(Allocation, AttentionPrefillAllocatesNothing) {
+  PrefillShape shape;
+  shape.query_lens = {40, 3};
+  shape.seq_lens = {40, 90};
+  const PrefillProblem problem(shape, dtype());
+  AttentionPrefillParams params = problem.params();
+  const PrefillSchedule schedule = schedule_prefill(problem.cu_q(), problem.cu_k(), 16);
+  params.schedule = &schedule;
+  ctx().workspace->reserve(workspace_bytes(ctx(), params));
+  EXPECT_EQ(allocations_of([&] { attention_prefill(ctx(), params); }), 0);
+  problem.check();
+}
+
+TEST_P(Allocation, OpsOnRowsAllocateNothing) {
+  const Tensor x = Tensor::zeros(dtype(), {8, 64}), weight = Tensor::zeros(dtype(), {64});
+  EXPECT_EQ(allocations_of([&] { rms_norm(ctx(), {x, weight, x}); }), 0);
+
+  const Tensor q = Tensor::zeros(dtype(), {8, 4, 64}), table = Tensor::zeros(DType::f32, {9, 64});
+  const Tensor index = Tensor::zeros(DType::i64, {1, 8});
+  EXPECT_EQ(allocations_of([&] { rope(ctx(), {q, index, table, RopePairing::interleaved}); }), 0);
+
+  const Tensor lse = Tensor::zeros(DType::f32, {4, 8}), out = Tensor::zeros(dtype(), {8, 4, 64});
+  const MergeStateParams merge{{q, lse}, {q, lse}, {out, lse}};
+  EXPECT_EQ(allocations_of([&] { merge_state(ctx(), merge); }), 0);
+
+  const PagedKvCache cache =
+      PagedKvCache::allocate({dtype(), 64}, {.num_blocks = 2, .block_size = 4});
+  const std::vector<std::int64_t> slots{0, 1, 2, 3, 4, 5, 6, -1};
+  const std::vector<std::int32_t> blocks{1, 0}, starts{0}, lens{8};
+  const KvAppendParams append{x.view().slice(1, 0, 48), x.view().slice(1, 48, 64),
+                              TensorView::of(slots.data(), {8}), &cache};
+  EXPECT_EQ(allocations_of([&] { kv_append(ctx(), append); }), 0);
+  const KvGatherParams gather{&cache, {blocks.data(), 1, 2, 2}, starts, lens, x};
+  EXPECT_EQ(allocations_of([&] { kv_gather(ctx(), gather); }), 0);
+}
+
+}  // namespace
+}  // namespace fovea::test
