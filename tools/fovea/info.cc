@@ -1,5 +1,6 @@
 // fovea info: what this machine has, and which implementation each op takes.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <map>
 
@@ -84,24 +85,44 @@ void print_machine(const nlohmann::ordered_json& json) {
   fmt::print("{}", facts.to_text());
 }
 
+/// "mla_decode, rope (f16, bf16)": ops, with their dtypes where these are not all.
+std::string list_ops(const std::map<std::string, std::vector<std::string>>& dtypes_of_op,
+                     std::size_t num_dtypes) {
+  std::vector<std::string> ops;
+  for (const auto& [op, dtypes] : dtypes_of_op) {
+    const bool is_all = dtypes.size() == num_dtypes;
+    ops.push_back(is_all ? op : fmt::format("{} ({})", op, fmt::join(dtypes, ", ")));
+  }
+  return fmt::format("{}", fmt::join(ops, ", "));
+}
+
 void print_ops(const nlohmann::ordered_json& json) {
-  fmt::print("\nimplementations\n");
-  Table table({"op", "dtype", "takes"});
-  std::map<std::string, std::string> declined;  // reason to who declined for it
+  std::vector<std::string> header = {"op"};
+  std::map<std::string, std::vector<std::string>> takes;
+  // (implementation, reason) to where it was declined for it.
+  std::map<std::pair<std::string, std::string>, std::map<std::string, std::vector<std::string>>>
+      declined;
   for (const auto& [dtype, ops] : json["ops"].items()) {
+    header.push_back(dtype);
     for (const auto& [op, choice] : ops.items()) {
-      table.add({op, dtype, choice.contains("takes") ? text_of(choice["takes"]) : "none"});
+      takes[op].push_back(choice.contains("takes") ? text_of(choice["takes"]) : "none");
       if (!choice.contains("declined")) continue;
       for (const auto& no : choice["declined"]) {
-        std::string& who = declined[text_of(no["reason"])];
-        if (!who.empty()) who += ", ";
-        who += fmt::format("{}/{} {}", op, text_of(no["implementation"]), dtype);
+        declined[{text_of(no["implementation"]), text_of(no["reason"])}][op].push_back(dtype);
       }
     }
-    table.add({"linear", dtype, text_of(json["linear"][dtype])});
+    takes["linear"].push_back(text_of(json["linear"][dtype]));
   }
-  fmt::print("{}\ndeclined\n", table.to_text());
-  for (const auto& [reason, who] : declined) fmt::print("  {}: {}\n", reason, who);
+  const std::size_t num_dtypes = header.size() - 1;
+  Table table(std::move(header));
+  for (auto& [op, implementations] : takes) {
+    implementations.insert(implementations.begin(), op);
+    table.add(implementations);
+  }
+  fmt::print("\nimplementations\n{}\ndeclined\n", table.to_text());
+  for (const auto& [key, where] : declined) {
+    fmt::print("  {}: {}: {}\n", key.first, key.second, list_ops(where, num_dtypes));
+  }
 }
 
 void print_presets(const nlohmann::ordered_json& json) {

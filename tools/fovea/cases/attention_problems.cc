@@ -90,7 +90,6 @@ class MlaDecodeProblem : public Problem {
     // The width of a head of the models that this shape comes from.
     sm_scale_ = 1.0f / std::sqrt(static_cast<float>(kv_lora_rank_ / 4 + rope_dim_));
     causal_ = line.integer("causal", 1, {0, 1}) == 1;
-    limit_ = std::max(error_limit(line.dtype()), error_limit(cache_dtype));
 
     const std::int64_t row = kv_lora_rank_ + rope_dim_;
     sequences_ = make_cached_sequences({{cache_dtype, row}, line.integer("block_size", 64), pad},
@@ -160,7 +159,7 @@ class MlaDecodeProblem : public Problem {
                              .v = v}),
           query_start_loc_[i]);
     }
-    return expected.check(out_, lse_, limit_);
+    return expected.check(out_, lse_, attention_limit(q_latent_.view.dtype));
   }
 
  private:
@@ -172,7 +171,6 @@ class MlaDecodeProblem : public Problem {
   std::int64_t tokens_ = 0;  ///< Padding rows included.
   float sm_scale_ = 0;
   bool causal_ = true;
-  double limit_ = 0;
   std::vector<std::int32_t> query_start_loc_;
   CachedSequences sequences_;
   Array q_latent_;
@@ -259,7 +257,7 @@ class AttentionPrefillProblem : public Problem {
                                         .v = values}),
                      cu_q_[i]);
     }
-    return expected.check(out_, lse_, error_limit(q_.view.dtype));
+    return expected.check(out_, lse_, attention_limit(q_.view.dtype));
   }
 
  private:

@@ -7,12 +7,6 @@
 namespace fovea::cases {
 namespace {
 
-/// What one rounding to `dtype` makes of a row, against its norm: half a unit in the last place.
-double rounding(DType dtype) {
-  if (dtype == DType::f32) return 0x1p-24;
-  return dtype == DType::f16 ? 0x1p-11 : 0x1p-8;
-}
-
 /// Rows that are moved between equal dtypes stay as they are, bit for bit.
 double move_limit(DType from, DType to) { return from == to ? 0.0 : rounding(to); }
 

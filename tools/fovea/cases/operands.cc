@@ -232,7 +232,18 @@ void RowChecker::require(bool holds, const std::string& what) {
   if (!holds) note(kInfinity, what);
 }
 
-double error_limit(DType dtype) { return Verifier::limit(dtype); }
+double rounding(DType dtype) {
+  if (dtype == DType::f32) return 0x1p-24;
+  return dtype == DType::f16 ? 0x1p-11 : 0x1p-8;
+}
+
+double row_limit(DType dtype) {
+  // Rows of some hundred elements: sums and roots in f32 stay within a few units in the last place.
+  constexpr double kF32Arithmetic = 2e-6;
+  return rounding(dtype) + kF32Arithmetic;
+}
+
+double attention_limit(DType dtype) { return Verifier::limit(dtype); }
 
 std::vector<std::int32_t> to_int32(const std::vector<std::int64_t>& values) {
   return {values.begin(), values.end()};

@@ -92,9 +92,12 @@ class RowChecker {
   CheckResult result_;
 };
 
-/// What rounding of operands and results to `dtype` makes of a row at most, with accumulation in
-/// f32: 1e-4, 2e-3, 1.2e-2 of its norm, the limits that `fovea run --verify` holds too.
-double error_limit(DType dtype);
+/// What one rounding to `dtype` makes of a row at most, against its norm.
+double rounding(DType dtype);
+/// Of an op that computes in f32 and rounds its result once.
+double row_limit(DType dtype);
+/// Of attention, which may round weights to `dtype` too: the limits of `fovea run --verify`.
+double attention_limit(DType dtype);
 
 std::vector<std::int32_t> to_int32(const std::vector<std::int64_t>& values);
 /// [0, a, a + b, ...]

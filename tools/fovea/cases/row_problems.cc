@@ -30,7 +30,7 @@ class RmsNormProblem : public Problem {
             .bytes = 2 * elements * static_cast<double>(bytes_of(x_.view.dtype, 1))};
   }
   CheckResult check() const override {
-    RowChecker checker(error_limit(x_.view.dtype));
+    RowChecker checker(row_limit(x_.view.dtype));
     checker.rows("out", out_.values(), oracle::rms_norm(x_.values(), weight_.values(), kEps),
                  weight_.view.numel());
     checker.require(out_.pads_untouched(), "bytes between the rows of out were written");
@@ -81,7 +81,7 @@ class RopeProblem : public Problem {
     std::vector<double> expected = before_;
     oracle::rotate(expected, positions_, heads_,
                    oracle::rotary(rotary_.config().dim, kTheta, is_interleaved_));
-    RowChecker checker(error_limit(x_.view.dtype));
+    RowChecker checker(row_limit(x_.view.dtype));
     checker.rows("x", x_.values(), expected, rotary_.config().dim);
     checker.require(x_.pads_untouched(), "bytes between the rows of x were written");
     return checker.result();
@@ -129,7 +129,7 @@ class MergeStateProblem : public Problem {
             .bytes = 3 * elements * static_cast<double>(bytes_of(result_.out.view.dtype, 1))};
   }
   CheckResult check() const override {
-    RowChecker checker(error_limit(result_.out.view.dtype));
+    RowChecker checker(row_limit(result_.out.view.dtype));
     checker.rows("out", written_->out.values(), expected_.out, dim_);
     checker.lse(written_->lse.values(), expected_.lse);
     checker.require(written_->out.pads_untouched() && written_->lse.pads_untouched(),
