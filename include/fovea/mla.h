@@ -81,10 +81,10 @@ struct MlaLimits {
 /// A step's operands, shared by all layers of a KV group but for the cache.
 struct MlaStep {
   const BatchPlan* plan = nullptr;  ///< Null: profile run (see MlaLayer::operator()).
-  BlockTableView block_table;       ///< [requests of the batch, width], decodes first.
-  TensorView slot_mapping;          ///< [T] i32 or i64; absent: nothing is appended.
-  TensorView positions;             ///< [T] or [1, T]; may be absent when nothing is rotated.
-  MlaLimits profile_limits;         ///< Without a plan: what the worst step is.
+  BlockTableView block_table = {};  ///< [requests of the batch, width], decodes first.
+  TensorView slot_mapping = {};     ///< [T] i32 or i64; absent: nothing is appended.
+  TensorView positions = {};        ///< [T] or [1, T]; may be absent when nothing is rotated.
+  MlaLimits profile_limits = {};    ///< Without a plan: what the worst step is.
 };
 
 /// Attention over already projected operands, before o_proj: expanded prefill with context chunks,
@@ -109,9 +109,9 @@ class MlaAttention {
     TensorView k_pe;  ///< [T, R], rotated.
     TensorView out;   ///< [T, N, V]; unit innermost stride.
     // Full absorption only.
-    TensorView decode_q_latent;    ///< [Td, N, L], q_nope through W_UK.
-    TensorView decode_q_pe;        ///< [Td, N, R], rotated.
-    TensorView decode_out_latent;  ///< [Td, N, L], written.
+    TensorView decode_q_latent = {};    ///< [Td, N, L], q_nope through W_UK.
+    TensorView decode_q_pe = {};        ///< [Td, N, R], rotated.
+    TensorView decode_out_latent = {};  ///< [Td, N, L], written.
   };
   /// Appends the new rows to `cache`, then attends. Every row of `out` is written: rows past the
   /// plan's tokens with zeros. Whatever is wrong is said before anything is written.

@@ -38,7 +38,7 @@ struct RopeConfig {
   double theta = 10000.0;
   std::int64_t max_position = 0;  ///< Rows of the table.
   RopePairing pairing = RopePairing::interleaved;
-  std::variant<std::monostate, YarnScaling, LongRopeScaling> scaling;
+  std::variant<std::monostate, YarnScaling, LongRopeScaling> scaling = {};
 };
 
 /// 0.1 * m * ln(factor) + 1 for factor > 1, else 1.

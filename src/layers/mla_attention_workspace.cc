@@ -57,7 +57,7 @@ std::int64_t MlaAttention::decode_bytes(const OpContext& ctx, const DecodeSchedu
                                         std::int64_t tokens) const {
   const std::int64_t N = dims_.num_heads, L = dims_.kv_lora_rank, R = dims_.qk_rope_head_dim;
   const std::int64_t rows = schedule.query_start_loc.back();
-  static std::byte no_rows;
+  alignas(Workspace::kAlignment) static std::byte no_rows;
   const PagedKvCache cache = PagedKvCache::view(&no_rows, {dtype(), dims_.latent_dim()},
                                                 {.num_blocks = 0, .block_size = 1});
   const std::int64_t attention =

@@ -1,0 +1,435 @@
+// An MLA layer with sequences, a paged cache and a float64 twin. Every byte that a step must not
+// use is NaN or a wrong id, and every step is checked.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <numeric>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fovea/mla.h"
+#include "fovea/oracle.h"
+#include "fovea/runtime.h"
+#include "support/compare.h"
+
+namespace fovea::test {
+
+struct LayerShape {
+  std::int64_t heads = 4;
+  std::int64_t q_lora = 0;
+  std::int64_t latent = 32;
+  std::int64_t nope = 16;
+  std::int64_t rope = 8;
+  std::int64_t value = 16;
+  std::int64_t hidden = 48;
+  bool biases = false;
+
+  MlaDims dims() const {
+    return MlaDims{.hidden_size = hidden,
+                   .num_heads = heads,
+                   .q_lora_rank = q_lora,
+                   .kv_lora_rank = latent,
+                   .qk_nope_head_dim = nope,
+                   .qk_rope_head_dim = rope,
+                   .v_head_dim = value,
+                   .sm_scale = 0.f}
+        .validated();
+  }
+};
+
+/// Weights in a dtype, and the same rounded values for the oracle. Logits have a standard deviation
+/// of about 2: near-uniform weights would hide mistakes.
+class LayerWeights {
+ public:
+  LayerWeights(const LayerShape& shape, DType dtype, std::uint64_t seed,
+               KvBOrder order = KvBOrder::per_head)
+      : shape_(shape), dtype_(dtype), seed_(seed) {
+    const std::int64_t N = shape.heads, Lq = shape.q_lora, L = shape.latent, P = shape.nope,
+                       R = shape.rope, V = shape.value, H = shape.hidden;
+    oracle_.hidden_size = H;
+    oracle_.num_heads = N;
+    oracle_.q_lora_rank = Lq;
+    oracle_.kv_lora_rank = L;
+    oracle_.qk_nope_head_dim = P;
+    oracle_.qk_rope_head_dim = R;
+    oracle_.v_head_dim = V;
+    oracle_.sm_scale = shape.dims().sm_scale;
+    oracle_.rms_norm_eps = 1e-6;
+    oracle_.rotary = oracle::rotary(R, 10000, true);
+    const auto matrix = [&](std::int64_t out, std::int64_t in, double gain) {
+      return make({out, in}, gain / std::sqrt(static_cast<double>(in)), 0);
+    };
+    const auto bias = [&](std::int64_t n) { return make({n}, 0.3, 0); };
+    if (Lq > 0) {
+      views_.q_a_proj = add(matrix(Lq, H, 1), oracle_.q_a_proj);
+      views_.q_a_layernorm = add(make({Lq}, 0.2, 1), oracle_.q_a_layernorm);
+      if (shape.biases) views_.q_a_bias = add(bias(Lq), oracle_.q_a_bias);
+    }
+    views_.q_b_proj = add(matrix(N * (P + R), Lq > 0 ? Lq : H, 2), oracle_.q_b_proj);
+    views_.kv_a_proj = add(matrix(L + R, H, 1), oracle_.kv_a_proj);
+    views_.kv_a_layernorm = add(make({L}, 0.2, 1), oracle_.kv_a_layernorm);
+    Tensor kv_b = matrix(N * (P + V), L, 1);
+    views_.o_proj = add(matrix(H, N * V, 1), oracle_.o_proj);
+    if (shape.biases) {
+      views_.kv_a_bias = add(bias(L + R), oracle_.kv_a_bias);
+      views_.o_bias = add(bias(H), oracle_.o_bias);
+    }
+    oracle_.kv_b_proj = to_doubles(kv_b);
+    if (order == KvBOrder::grouped) kv_b = grouped(kv_b);
+    views_.kv_b_proj = kv_b;
+    views_.kv_b_order = order;
+    tensors_.push_back(std::move(kv_b));
+  }
+
+  const MlaWeights& views() const { return views_; }
+  const oracle::MlaWeights& oracle() const { return oracle_; }
+  oracle::MlaWeights& oracle() { return oracle_; }
+
+ private:
+  Tensor make(std::initializer_list<std::int64_t> shape, double stddev, double mean) {
+    Tensor tensor = Tensor::empty(dtype_, shape);
+    std::vector<double> values(static_cast<std::size_t>(tensor.view().numel()));
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      values[i] = mean + stddev * random_normal(seed_ + 100 * stream_, i);
+    }
+    ++stream_;
+    assign(tensor, values);
+    return tensor;
+  }
+  TensorView add(Tensor tensor, std::vector<double>& oracle_values) {
+    oracle_values = to_doubles(tensor);
+    tensors_.push_back(std::move(tensor));
+    return tensors_.back();
+  }
+  /// All heads' keys, then all heads' values.
+  Tensor grouped(const Tensor& per_head) const {
+    const std::int64_t N = shape_.heads, P = shape_.nope, V = shape_.value;
+    Tensor result = Tensor::empty(dtype_, {N * (P + V), shape_.latent});
+    for (std::int64_t n = 0; n < N; ++n) {
+      copy(per_head.view().slice(0, n * (P + V), n * (P + V) + P),
+           result.view().slice(0, n * P, (n + 1) * P));
+      copy(per_head.view().slice(0, n * (P + V) + P, (n + 1) * (P + V)),
+           result.view().slice(0, N * P + n * V, N * P + (n + 1) * V));
+    }
+    return result;
+  }
+
+  LayerShape shape_;
+  DType dtype_;
+  std::uint64_t seed_;
+  std::uint64_t stream_ = 0;
+  std::vector<Tensor> tensors_;
+  MlaWeights views_;
+  oracle::MlaWeights oracle_;
+};
+
+struct WorldOptions {
+  LayerShape shape;
+  DType dtype = DType::f32;
+  DType cache_dtype = DType::u8;  ///< u8 stands for dtype.
+  KvBOrder order = KvBOrder::per_head;
+  MlaAbsorption absorption = MlaAbsorption::two_step;
+  LinearBackend linear = LinearBackend::automatic;
+  std::string backend = "auto";
+  std::int64_t block_size = 16;
+  std::int64_t workspace_rows = 64;
+  ContextPlanKind context_plan = ContextPlanKind::packed;
+  SplitPolicy split = {};
+  /// Requests of this many tokens still read their prompt: prefills, where the policy asks.
+  bool all_prefilling = false;
+  std::int64_t padding_rows = 2;
+  bool two_dim_positions = false;
+  bool rotates = true;
+  int threads = 2;
+  std::uint64_t block_seed = 1;  ///< Which blocks the sequences get.
+};
+
+/// `tokens` more tokens of sequence `sequence`.
+struct Extend {
+  std::size_t sequence;
+  std::int32_t tokens;
+};
+
+class World {
+ public:
+  /// `lengths`: tokens that each sequence has in the end.
+  World(const WorldOptions& options, std::vector<std::int32_t> lengths, std::uint64_t seed = 1)
+      : options_(options),
+        weights_(options.shape, options.dtype, seed, options.order),
+        rotary_(options.rotates ? std::make_shared<const RotaryEmbedding>(
+                                      RopeConfig{.dim = options.shape.rope, .max_position = 4096})
+                                : nullptr),
+        runtime_({.backend = options.backend, .num_threads = options.threads}),
+        layer_(options.shape.dims(), weights_.views(), rotary_,
+               {.absorption = options.absorption, .linear = options.linear}),
+        lengths_(std::move(lengths)),
+        done_(lengths_.size(), 0),
+        outputs_(lengths_.size()) {
+    make_sequences(seed);
+    make_cache();
+  }
+
+  const MlaLayer& layer() const { return layer_; }
+  LayerWeights& weights() { return weights_; }
+  const PagedKvCache& cache() const { return cache_; }
+  const OpContext& context() const { return runtime_.context(); }
+  std::int32_t done(std::size_t sequence) const { return done_[sequence]; }
+  /// Layer outputs of a sequence so far, [done, H].
+  const std::vector<double>& outputs(std::size_t sequence) const { return outputs_[sequence]; }
+  /// Stored rows of a sequence so far, [done, L + R].
+  std::vector<double> stored_rows(std::size_t sequence) const {
+    std::vector<double> rows;
+    for (std::int32_t t = 0; t < done_[sequence]; ++t) {
+      const std::vector<double> row = to_doubles(stored_row(sequence, t));
+      rows.insert(rows.end(), row.begin(), row.end());
+    }
+    return rows;
+  }
+  std::span<const double> hidden_of(std::size_t sequence, std::int32_t begin,
+                                    std::int32_t end) const {
+    return std::span(hidden_[sequence])
+        .subspan(static_cast<std::size_t>(begin * options_.shape.hidden),
+                 static_cast<std::size_t>((end - begin) * options_.shape.hidden));
+  }
+
+  /// Operands of a step, prepared but not run.
+  struct Step {
+    BatchPlan plan;
+    std::vector<std::int32_t> table;
+    Tensor slots;
+    Tensor positions;
+    std::unique_ptr<PaddedTensor> hidden;
+    std::unique_ptr<PaddedTensor> out;
+    MlaStep step;
+  };
+
+  Step prepare(const std::vector<Extend>& extends) const {
+    Step s;
+    s.plan = plan_of(extends);
+    const std::int64_t actual = s.plan.num_actual_tokens;
+    const std::int64_t rows = actual + options_.padding_rows;
+    s.hidden = std::make_unique<PaddedTensor>(
+        options_.dtype, std::initializer_list<std::int64_t>{rows, options_.shape.hidden});
+    s.out = std::make_unique<PaddedTensor>(
+        options_.dtype, std::initializer_list<std::int64_t>{rows, options_.shape.hidden});
+    std::vector<double> slots(static_cast<std::size_t>(rows), 1e9);
+    std::vector<double> positions(static_cast<std::size_t>(rows), -77);
+    std::int64_t row = 0;
+    for (const Extend& extend : extends) {
+      const std::int32_t begin = done_[extend.sequence];
+      assign(s.hidden->view().slice(0, row, row + extend.tokens),
+             hidden_of(extend.sequence, begin, begin + extend.tokens));
+      for (std::int32_t t = begin; t < begin + extend.tokens; ++t, ++row) {
+        slots[static_cast<std::size_t>(row)] = static_cast<double>(slot_of(extend.sequence, t));
+        positions[static_cast<std::size_t>(row)] = t;
+      }
+    }
+    s.slots = tensor_from(DType::i64, {rows}, slots);
+    s.positions = tensor_from(DType::i32, {rows}, positions);
+    const auto requests = static_cast<std::int64_t>(extends.size());
+    for (const Extend& extend : extends) {
+      const std::vector<std::int32_t>& blocks = blocks_[extend.sequence];
+      const std::int32_t total = done_[extend.sequence] + extend.tokens;
+      for (std::int64_t i = 0; i < table_width_; ++i) {
+        const bool needed = i * options_.block_size < total;
+        s.table.push_back(needed ? blocks[static_cast<std::size_t>(i)] : -99);
+      }
+    }
+    s.step.block_table = {s.table.data(), requests, table_width_, table_width_};
+    s.step.slot_mapping = s.slots;
+    if (options_.rotates) s.step.positions = s.positions;
+    if (options_.two_dim_positions) s.step.positions = s.positions.view().split(0, 1, rows);
+    return s;
+  }
+
+  BatchPlan plan_of(const std::vector<Extend>& extends) const {
+    SequenceBatch batch;
+    batch.query_start_loc.push_back(0);
+    for (const Extend& extend : extends) {
+      batch.query_start_loc.push_back(batch.query_start_loc.back() + extend.tokens);
+      batch.seq_lens.push_back(done_[extend.sequence] + extend.tokens);
+      if (options_.all_prefilling) batch.is_prefilling.push_back(1);
+    }
+    PlanOptions options;
+    options.split = options_.split;
+    options.context_plan = options_.context_plan;
+    options.workspace_rows = options_.workspace_rows;
+    options.block_size = options_.block_size;
+    return make_plan(batch, context().plan_target, options);
+  }
+
+  /// Runs a step in exactly the workspace that it asks for, all NaN, and checks its output rows,
+  /// its padding rows and what it stored.
+  void run(const std::vector<Extend>& extends) {
+    Step s = prepare(extends);
+    s.step.plan = &s.plan;
+    const std::int64_t bytes = layer_.workspace_bytes(context(), s.plan);
+    OpContext ctx = context();
+    Workspace workspace;
+    workspace.reserve(bytes);
+    poison(workspace);
+    ctx.workspace = &workspace;
+    layer_(ctx, *s.hidden, *s.out, s.step, cache_);
+    EXPECT_EQ(workspace.peak(), bytes);
+    EXPECT_LE(bytes, layer_.workspace_bytes(ctx, limits_of(s.plan, extends)));
+    EXPECT_TRUE(s.out->padding_untouched());
+
+    std::int64_t row = 0;
+    for (const Extend& extend : extends) {
+      done_[extend.sequence] += extend.tokens;
+      accept(extend, s.out->view().slice(0, row, row + extend.tokens));
+      row += extend.tokens;
+    }
+    for (double value : to_doubles(s.out->view().slice(0, row, s.out->view().shape[0]))) {
+      EXPECT_EQ(value, 0);
+    }
+  }
+
+  /// Whole prompts of all sequences but `keep` tokens, in one step.
+  void prefill_all_but(std::int32_t keep) {
+    std::vector<Extend> extends;
+    for (std::size_t i = 0; i < lengths_.size(); ++i) {
+      if (lengths_[i] > keep) extends.push_back({i, lengths_[i] - keep});
+    }
+    run(extends);
+  }
+
+ private:
+  void make_sequences(std::uint64_t seed) {
+    std::int64_t num_blocks = 3, longest = 0;
+    for (std::size_t i = 0; i < lengths_.size(); ++i) {
+      const Tensor hidden = Tensor::empty(options_.dtype, {lengths_[i], options_.shape.hidden});
+      fill_normal(hidden, seed + 1000 + i);
+      hidden_.push_back(to_doubles(hidden));
+      longest = std::max<std::int64_t>(longest, blocks_for(lengths_[i]));
+      num_blocks += blocks_for(lengths_[i]);
+    }
+    table_width_ = longest + 1;
+    std::vector<std::int32_t> ids(static_cast<std::size_t>(num_blocks));
+    std::iota(ids.begin(), ids.end(), 0);
+    for (std::size_t i = ids.size(); i > 1; --i) {
+      std::swap(ids[i - 1], ids[static_cast<std::size_t>(random_below(
+                                options_.block_seed, i, static_cast<std::int64_t>(i)))]);
+    }
+    auto next = ids.begin();
+    for (std::int32_t length : lengths_) {
+      const auto count = static_cast<std::ptrdiff_t>(blocks_for(length));
+      blocks_.emplace_back(next, next + count);
+      next += count;
+    }
+    num_blocks_ = num_blocks;
+  }
+  void make_cache() {
+    const KvFormat format{
+        .dtype = options_.cache_dtype == DType::u8 ? options_.dtype : options_.cache_dtype,
+        .row_elements = options_.shape.latent + options_.shape.rope};
+    const KvCacheLayout layout{.num_blocks = num_blocks_,
+                               .block_size = options_.block_size,
+                               .block_stride = options_.block_size * format.row_bytes() + 64,
+                               .storage_offset = 128};
+    const std::int64_t bytes = PagedKvCache::required_bytes(format, layout);
+    cache_memory_ = Tensor::empty(DType::u8, {bytes});
+    poison_bytes(cache_memory_.view().data, bytes);
+    cache_ = PagedKvCache::view(cache_memory_.view().data, format, layout);
+  }
+  std::int64_t blocks_for(std::int32_t tokens) const {
+    return (tokens + options_.block_size - 1) / options_.block_size;
+  }
+  std::int64_t slot_of(std::size_t sequence, std::int32_t t) const {
+    return blocks_[sequence][static_cast<std::size_t>(t / options_.block_size)] *
+               options_.block_size +
+           t % options_.block_size;
+  }
+  TensorView stored_row(std::size_t sequence, std::int32_t t) const {
+    return TensorView::contiguous(cache_.slot(slot_of(sequence, t)), cache_.format().dtype,
+                                  {cache_.format().row_elements});
+  }
+  static MlaLimits limits_of(const BatchPlan& plan, const std::vector<Extend>& extends) {
+    return {.max_tokens = plan.num_actual_tokens,
+            .max_num_seqs = static_cast<std::int64_t>(extends.size()),
+            .workspace_rows = plan.peak_context_rows,
+            .max_seq_len = plan.max_seq_len,
+            .max_decode_query_len = std::max(1, plan.decode.max_query_len)};
+  }
+
+  /// `out`: the layer's rows of a sequence's newest tokens, already stored.
+  void accept(const Extend& extend, const TensorView& out) {
+    const std::size_t i = extend.sequence;
+    const std::int32_t end = done_[i], begin = end - extend.tokens;
+    std::vector<std::int64_t> positions;
+    for (std::int32_t t = begin; t < end; ++t) positions.push_back(options_.rotates ? t : 0);
+    const std::span<const double> hidden = hidden_of(i, begin, end);
+    const std::vector<double> fresh = oracle::mla_latent_rows(weights_.oracle(), hidden, positions);
+    std::vector<double> rows = stored_rows(i);
+    const auto row_elements = static_cast<std::size_t>(cache_.format().row_elements);
+    for (std::int32_t t = begin; t < end; ++t) {
+      const std::span<const double> expected = std::span(fresh).subspan(
+          static_cast<std::size_t>(t - begin) * row_elements, row_elements);
+      EXPECT_TRUE(
+          rows_close(expected, stored_row(i, t),
+                     {relative_limit(options_.dtype) + relative_limit(cache_.format().dtype), 0}))
+          << "stored row of sequence " << i << ", token " << t;
+    }
+    // New tokens attend to each other as they were before they were stored.
+    if (cache_.format().dtype != options_.dtype) {
+      std::copy(fresh.begin(), fresh.end(),
+                rows.begin() +
+                    static_cast<std::ptrdiff_t>(begin) * static_cast<std::ptrdiff_t>(row_elements));
+    }
+    const std::vector<double> expected = oracle::mla_layer(
+        weights_.oracle(), hidden, positions, rows,
+        extend.tokens > 4 ? oracle::MlaForm::expanded : oracle::MlaForm::absorbed);
+    EXPECT_TRUE(rows_close(expected, out, {relative_limit(options_.dtype), 0}))
+        << "sequence " << i << ", tokens [" << begin << ", " << end << ")";
+    const std::vector<double> values = to_doubles(out);
+    outputs_[i].insert(outputs_[i].end(), values.begin(), values.end());
+  }
+
+ public:
+  /// Of the row norm: five roundings to the dtype on the way, and what softmax makes of those of
+  /// the logits.
+  static double relative_limit(DType dtype) {
+    return dtype == DType::f32 ? 1e-5 : dtype == DType::f16 ? 2e-3 : 1.2e-2;
+  }
+
+ private:
+  WorldOptions options_;
+  LayerWeights weights_;
+  std::shared_ptr<const RotaryEmbedding> rotary_;
+  Runtime runtime_;
+  MlaLayer layer_;
+  std::vector<std::int32_t> lengths_;
+  std::vector<std::int32_t> done_;
+  std::vector<std::vector<double>> hidden_;
+  std::vector<std::vector<std::int32_t>> blocks_;
+  std::vector<std::vector<double>> outputs_;
+  std::int64_t table_width_ = 0;
+  std::int64_t num_blocks_ = 0;
+  Tensor cache_memory_;
+  PagedKvCache cache_;
+};
+
+/// Largest difference of two outputs' rows over the row norm.
+inline double worst_row_difference(const std::vector<double>& a, const std::vector<double>& b,
+                                   std::int64_t width) {
+  EXPECT_EQ(a.size(), b.size());
+  double worst = 0;
+  for (std::size_t begin = 0; begin + static_cast<std::size_t>(width) <= a.size();
+       begin += static_cast<std::size_t>(width)) {
+    double norm = 0, error = 0;
+    for (std::size_t i = begin; i < begin + static_cast<std::size_t>(width); ++i) {
+      norm += a[i] * a[i];
+      error += (a[i] - b[i]) * (a[i] - b[i]);
+    }
+    worst = std::max(worst, std::sqrt(error / norm));
+  }
+  return worst;
+}
+
+}  // namespace fovea::test
