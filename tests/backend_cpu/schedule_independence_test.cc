@@ -43,6 +43,7 @@ TEST_P(ScheduleIndependence, CombinedPartialsHaveTheSameBitsWhoeverComesLast) {
   MlaProblem problem(shape, DType::f32);
   Runtime one(options(nullptr, 1)), two(options(nullptr, 2)), reversed(options(&reversed_, 0));
   problem.run(one, 5);
+  problem.check();
   const Tensor expected = Tensor::empty(DType::f32, {4, shape.heads, shape.latent});
   copy(problem.out(), expected);
   problem.run(reversed, 5);

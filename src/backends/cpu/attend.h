@@ -79,17 +79,18 @@ class AttendState {
   float* v_;        ///< [kTileTokens][v_stride]; k_ when values are in the keys.
 };
 
-/// All rows of `state` against those of `keys` that they see. `load_tile(interval)` fills key(i)
-/// and value(i) for i in [0, interval.size()), at most kTileTokens; it is never asked for a key
-/// that no row sees.
-template <class LoadTile>
+/// All rows of `state` against those of `keys` that they see. `reader.load(state, tile)` fills
+/// key(i) and value(i) for i in [0, tile.size()), at most kTileTokens; it is never asked for a key
+/// that no row sees. `reader.prefetch(tile)` comes one tile ahead.
+template <class Reader>
 void attend_keys(AttendState& state, const QueryRows& queries, const AttentionVariant& variant,
-                 const KeyInterval& keys, LoadTile&& load_tile) {
+                 const KeyInterval& keys, const Reader& reader) {
   const QueryInterval all{queries.query_of(0), queries.query_of(queries.count - 1) + 1};
   const KeyInterval visible = intersect(keys, visible_to_any(variant, all, queries.extent));
   for (std::int64_t begin = visible.begin; begin < visible.end; begin += kTileTokens) {
     const KeyInterval tile{begin, std::min(begin + kTileTokens, visible.end)};
-    load_tile(tile);
+    reader.load(state, tile);
+    reader.prefetch({tile.end, std::min(tile.end + kTileTokens, visible.end)});
     for (std::int64_t row = 0; row < queries.count; row += kBlockRows) {
       const std::int64_t count = std::min(kBlockRows, queries.count - row);
       const QueryInterval block{queries.query_of(row), queries.query_of(row + count - 1) + 1};

@@ -43,22 +43,69 @@ Request request_of(const PrefillSchedule& schedule, std::int32_t request) {
   return {q, k, {schedule.cu_seqlens_q[r + 1] - q, schedule.cu_seqlens_k[r + 1] - k}};
 }
 
+/// Keys and values of one key head of a request.
+class KeyRows {
+ public:
+  KeyRows(const Kernels& kernels, const AttentionPrefillParams& params, std::int64_t first_key,
+          std::int64_t kv_head)
+      : kernels_(kernels), params_(params), first_key_(first_key), kv_head_(kv_head) {}
+
+  void load(AttendState& state, const KeyInterval& tile) const {
+    for (std::int64_t i = 0; i < tile.size(); ++i) {
+      const std::int64_t position = tile.begin + i;
+      load_row(kernels_, key(position), key_dim_, state.key(i));
+      if (rope_dim_ > 0) {
+        load_row(kernels_, rope_key(position), rope_dim_, state.key(i) + key_dim_);
+      }
+      load_row(kernels_, value(position), value_dim_, state.value(i));
+    }
+  }
+
+  /// k_pe, which all heads share, stays in the cache by itself.
+  void prefetch(const KeyInterval& tile) const {
+    for (std::int64_t position = tile.begin; position < tile.end; ++position) {
+      prefetch_row(key(position), key_dim_);
+      prefetch_row(value(position), value_dim_);
+    }
+  }
+
+ private:
+  Row key(std::int64_t position) const {
+    return row_of(params_.k, {first_key_ + position, kv_head_});
+  }
+  Row rope_key(std::int64_t position) const {
+    return row_of(params_.k_pe, {first_key_ + position});
+  }
+  Row value(std::int64_t position) const {
+    return row_of(params_.v, {first_key_ + position, kv_head_});
+  }
+
+  const Kernels& kernels_;
+  const AttentionPrefillParams& params_;
+  std::int64_t first_key_;
+  std::int64_t kv_head_;
+  std::int64_t key_dim_ = params_.k.shape[2];
+  std::int64_t rope_dim_ = params_.k_pe ? params_.k_pe.shape[1] : 0;
+  std::int64_t value_dim_ = params_.v.shape[2];
+};
+
 class Prefill {
  public:
   Prefill(const Kernels& kernels, const AttentionPrefillParams& params, const AttendShape& shape)
       : kernels_(kernels),
         params_(params),
         shape_(shape),
-        rope_dim_(params.k_pe ? params.k_pe.shape[1] : 0),
         heads_per_kv_head_(params.q.shape[1] / params.k.shape[1]) {}
 
   void run_task(AttendState& state, std::int64_t task) const {
-    const std::int64_t heads = params_.q.shape[1];
-    // Heads of a tile follow each other: those of a key head find its rows in the cache.
-    const PrefillTile& tile = params_.schedule->tiles[static_cast<std::size_t>(task / heads)];
+    // One head after the other: its keys and values stay in the cache for all tiles. The longest
+    // tiles come first, so that threads end together.
+    const auto tiles = static_cast<std::int64_t>(params_.schedule->tiles.size());
+    const std::int64_t head = task / tiles;
+    const PrefillTile& tile = params_.schedule->tiles[static_cast<std::size_t>(task % tiles)];
     for (std::int64_t q = tile.query_begin; q < tile.query_end; q += shape_.max_rows) {
       const std::int64_t count = std::min(shape_.max_rows, tile.query_end - q);
-      attend_rows(state, request_of(*params_.schedule, tile.request), q, count, task % heads);
+      attend_rows(state, request_of(*params_.schedule, tile.request), q, count, head);
     }
   }
 
@@ -72,10 +119,9 @@ class Prefill {
       load_row(kernels_, q, shape_.qk_channels, state.query_buffer());
       state.set_query(r, params_.sm_scale * std::numbers::log2e_v<float>);
     }
-    const std::int64_t kv_head = head / heads_per_kv_head_;
+    const KeyRows keys(kernels_, params_, request.first_key, head / heads_per_kv_head_);
     const QueryRows queries{.count = count, .first_row = query, .extent = request.extent};
-    attend_keys(state, queries, params_.variant, {0, request.extent.num_keys},
-                [&](const KeyInterval& tile) { load_tile(state, request, kv_head, tile); });
+    attend_keys(state, queries, params_.variant, {0, request.extent.num_keys}, keys);
     for (std::int64_t r = 0; r < count; ++r) {
       const std::int64_t t = request.first_query + query + r;
       const float lse = state.finish(r, row_of(params_.out, {t, head}));
@@ -83,23 +129,9 @@ class Prefill {
     }
   }
 
-  void load_tile(AttendState& state, const Request& request, std::int64_t kv_head,
-                 const KeyInterval& tile) const {
-    const std::int64_t own_dim = shape_.qk_channels - rope_dim_;
-    for (std::int64_t i = 0; i < tile.size(); ++i) {
-      const std::int64_t t = request.first_key + tile.begin + i;
-      load_row(kernels_, row_of(params_.k, {t, kv_head}), own_dim, state.key(i));
-      if (rope_dim_ > 0) {
-        load_row(kernels_, row_of(params_.k_pe, {t}), rope_dim_, state.key(i) + own_dim);
-      }
-      load_row(kernels_, row_of(params_.v, {t, kv_head}), shape_.v_channels, state.value(i));
-    }
-  }
-
   const Kernels& kernels_;
   const AttentionPrefillParams& params_;
   AttendShape shape_;
-  std::int64_t rope_dim_;
   std::int64_t heads_per_kv_head_;
 };
 

@@ -33,6 +33,29 @@ struct Sizes {
   AttendShape shape;
 };
 
+/// Keys, and in their first channels values, of one request.
+class LatentRows {
+ public:
+  LatentRows(const Kernels& kernels, const MlaDecodeParams& params, std::int32_t request)
+      : kernels_(kernels),
+        rows_(*params.cache, params.block_table, request),
+        width_(params.cache->format().row_elements) {}
+
+  void load(AttendState& state, const KeyInterval& tile) const {
+    rows_.for_each(tile, [&](std::int64_t position, const Row& row) {
+      load_row(kernels_, row, width_, state.key(position - tile.begin));
+    });
+  }
+  void prefetch(const KeyInterval& tile) const {
+    rows_.for_each(tile, [&](std::int64_t, const Row& row) { prefetch_row(row, width_); });
+  }
+
+ private:
+  const Kernels& kernels_;
+  PagedRows rows_;
+  std::int64_t width_;
+};
+
 /// One run. Rows of a request are [query token][head].
 class MlaDecode {
  public:
@@ -69,22 +92,16 @@ class MlaDecode {
   }
 
   void run_item(AttendState& state, const WorkItem& item) {
-    const PagedRows stored(*params_.cache, params_.block_table, item.request);
+    const LatentRows latents(kernels_, params_, item.request);
     const std::int64_t rows = query_len(item.request) * sizes_.heads;
-    const auto load_tile = [&](const KeyInterval& tile) {
-      stored.for_each(tile, [&](std::int64_t position, const Row& row) {
-        load_row(kernels_, row, sizes_.shape.qk_channels, state.key(position - tile.begin));
-      });
-    };
     for (std::int64_t first = 0; first < rows; first += sizes_.shape.max_rows) {
       const std::int64_t count = std::min(sizes_.shape.max_rows, rows - first);
-      attend_rows(state, item, first, count, load_tile);
+      attend_rows(state, item, first, count, latents);
     }
   }
 
-  template <class LoadTile>
   void attend_rows(AttendState& state, const WorkItem& item, std::int64_t first, std::int64_t count,
-                   const LoadTile& load_tile) {
+                   const LatentRows& latents) {
     state.begin(count);
     for (std::int64_t r = 0; r < count; ++r) load_query(state, item.request, first + r, r);
     const QueryRows queries{.count = count,
@@ -92,7 +109,7 @@ class MlaDecode {
                             .first_row = first,
                             .extent = {query_len(item.request),
                                        schedule_.seq_lens[static_cast<std::size_t>(item.request)]}};
-    attend_keys(state, queries, params_.variant, {item.kv_begin, item.kv_end}, load_tile);
+    attend_keys(state, queries, params_.variant, {item.kv_begin, item.kv_end}, latents);
     for (std::int64_t r = 0; r < count; ++r) {
       if (item.partial >= 0) {
         const std::int64_t row = item.partial * sizes_.request_rows + first + r;

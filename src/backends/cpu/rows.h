@@ -37,6 +37,14 @@ void store_row(const Kernels& kernels, const float* src, float scale, std::int64
 /// dst = src; bit for bit when the dtypes are equal.
 void copy_row(const Kernels& kernels, const Row& src, std::int64_t n, const Row& dst);
 
+/// Asks for a row's memory ahead of time, towards L2: L1 is for what the kernels work on.
+inline void prefetch_row(const Row& row, std::int64_t n) {
+  if (row.stride != 1) return;
+  constexpr std::int64_t kCacheLine = 64;
+  const std::int64_t bytes = n * row.element_bytes();
+  for (std::int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(row.data + i, 0, 2);
+}
+
 /// One element. Only where strides leave no better way.
 float load_element(const Row& row, std::int64_t i);
 void store_element(const Row& row, std::int64_t i, float x);
