@@ -1,0 +1,91 @@
+#include "support/tiny_model.h"
+
+#include <cmath>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "engine/random.h"
+#include "model/checkpoint_files.h"
+
+namespace fovea::test {
+namespace {
+
+struct Dims {
+  explicit Dims(std::int64_t width)
+      : N(3 * width),
+        H(48 * width),
+        Lq(20 * width),
+        L(24 * width),
+        P(12 * width),
+        R(8 * width),
+        V(10 * width) {}
+  std::int64_t N, H, Lq, L, P, R, V;
+};
+
+/// Normal values around `mean`, [rows, columns] or [columns].
+FileTensor normal_tensor(std::uint64_t key, std::vector<std::int64_t> shape, double mean,
+                         double deviation) {
+  FileTensor tensor{"F32", std::move(shape), {}};
+  std::int64_t count = 1;
+  for (const std::int64_t extent : tensor.shape) count *= extent;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::uint64_t bits =
+        engine::draw(key, engine::Stream::hidden, static_cast<std::uint64_t>(i));
+    const auto value = static_cast<float>(mean + deviation * engine::to_normal(bits));
+    tensor.bytes.append(reinterpret_cast<const char*>(&value), sizeof value);
+  }
+  return tensor;
+}
+
+json config_json(const TinyModelOptions& options) {
+  const Dims d(options.width);
+  json config = tiny_config();
+  config["num_hidden_layers"] = options.num_layers;
+  config["hidden_size"] = d.H;
+  config["num_attention_heads"] = d.N;
+  config["num_key_value_heads"] = d.N;
+  config["q_lora_rank"] = d.Lq;
+  config["kv_lora_rank"] = d.L;
+  config["qk_nope_head_dim"] = d.P;
+  config["qk_rope_head_dim"] = d.R;
+  config["v_head_dim"] = d.V;
+  config["max_position_embeddings"] = options.max_position;
+  config["vocab_size"] = 1000;
+  return config;
+}
+
+}  // namespace
+
+void write_tiny_model(const std::string& directory, const TinyModelOptions& options) {
+  const Dims d(options.width);
+  FileTensors tensors;
+  std::uint64_t key = options.seed << 32;
+  const auto norm = [&](std::int64_t extent) { return normal_tensor(++key, {extent}, 1, 0.2); };
+  const auto matrix = [&](std::int64_t out, std::int64_t in, double gain = 1) {
+    return normal_tensor(++key, {out, in}, 0, gain / std::sqrt(static_cast<double>(in)));
+  };
+  for (std::int64_t layer = 0; layer < options.num_layers; ++layer) {
+    const std::string prefix = "model.layers." + std::to_string(layer) + ".";
+    const std::string attention = prefix + "self_attn.";
+    tensors[prefix + "input_layernorm.weight"] = norm(d.H);
+    tensors[attention + "q_a_proj.weight"] = matrix(d.Lq, d.H);
+    tensors[attention + "q_a_layernorm.weight"] = norm(d.Lq);
+    tensors[attention + "q_b_proj.weight"] = matrix(d.N * (d.P + d.R), d.Lq, options.logit_spread);
+    tensors[attention + "kv_a_proj_with_mqa.weight"] = matrix(d.L + d.R, d.H);
+    tensors[attention + "kv_a_layernorm.weight"] = norm(d.L);
+    tensors[attention + "kv_b_proj.weight"] = matrix(d.N * (d.P + d.V), d.L);
+    tensors[attention + "o_proj.weight"] = matrix(d.H, d.N * d.V);
+  }
+  std::ofstream(directory + "/config.json") << config_json(options).dump();
+  std::ofstream(directory + "/model.safetensors", std::ios::binary) << safetensors_bytes(tensors);
+}
+
+Model make_tiny_model(const TinyModelOptions& options) {
+  const TempDir directory;
+  write_tiny_model(directory.path(), options);
+  return Model::load(directory.path(), {.num_layers = options.num_layers, .dtype = options.dtype});
+}
+
+}  // namespace fovea::test

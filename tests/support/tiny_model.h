@@ -1,0 +1,31 @@
+// A small checkpoint with seeded weights whose logits spread like a trained model's, on disk.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "fovea/model.h"
+
+namespace fovea::test {
+
+struct TinyModelOptions {
+  std::int64_t num_layers = 2;
+  DType dtype = DType::f32;
+  std::int64_t max_position = 640;
+  std::uint64_t seed = 1;
+  /// Standard deviation of logits before YaRN's 1.87. At 3 softmax picks few keys, so that a
+  /// mistake in one shows.
+  double logit_spread = 3;
+  /// Multiplies every dimension, the number of heads included. Few channels and heads do not
+  /// average out the rounding of small dtypes.
+  std::int64_t width = 1;
+};
+
+/// DeepSeek-V3-like: width times H 48, Lq 20, L 24, P 12, R 8, V 10; 3 heads, YaRN. Written as
+/// config.json and model.safetensors into a directory that is gone afterwards, and loaded.
+Model make_tiny_model(const TinyModelOptions& options = {});
+
+/// The same, left in `directory` for a caller that loads it itself.
+void write_tiny_model(const std::string& directory, const TinyModelOptions& options);
+
+}  // namespace fovea::test
