@@ -69,6 +69,11 @@ TEST_F(Validation, MlaDecodeNamesWhatDoesNotFit) {
        },
        {"block_table[0, 1] is 99", "[0, 8)"}},
       {[&](auto& p) {
+         table[1] = 8;
+         p.block_table.data = table.data();
+       },
+       {"block_table[0, 1] is 8", "[0, 8)"}},
+      {[&](auto& p) {
          table[1] = -1;
          p.block_table.data = table.data();
        },
@@ -139,6 +144,11 @@ TEST_F(Validation, AnOpSaysHowMuchWorkspaceItMisses) {
   ASSERT_GT(needed, 0);
   expect_error(ErrorCode::resource_exhausted,
                {"mla_decode: workspace has 0 bytes", "needs " + std::to_string(needed)},
+               [&] { mla_decode(ctx(), params); });
+  const std::int64_t short_of_it = needed - Workspace::kAlignment;
+  ctx().workspace->reserve(short_of_it);
+  expect_error(ErrorCode::resource_exhausted,
+               {"workspace has " + std::to_string(short_of_it) + " bytes"},
                [&] { mla_decode(ctx(), params); });
   EXPECT_TRUE(all_nan(problem.out()));
   ctx().workspace->reserve(needed);
