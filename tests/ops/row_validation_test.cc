@@ -186,6 +186,16 @@ TEST_F(RowValidation, MergeState) {
   }
 }
 
+TEST_F(RowValidation, AnOpWithoutImplementationsSaysSo) {
+  const Backend* none[] = {nullptr};
+  OpContext bare = ctx();
+  bare.backends = std::span(none, 0);
+  const Tensor x = Tensor::zeros(DType::f32, {1, 4}), weight = Tensor::zeros(DType::f32, {4});
+  expect_error(kInvalid, {"rms_norm", "0 backends", "Runtime"}, [&] {
+    rms_norm(bare, {x, weight, x});
+  });
+}
+
 void must_not_run(const OpContext&, const RmsNormParams&) { ADD_FAILURE() << "it had declined"; }
 int runs = 0;
 void count_run(const OpContext&, const RmsNormParams&) { ++runs; }
