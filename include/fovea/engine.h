@@ -41,12 +41,13 @@ struct Workload {
   std::int32_t token_id(std::int64_t request, std::int64_t k, std::int64_t vocab_size) const;
 };
 
-/// Lengths like a chat service's: log-normal, prompt median 1020 with 90 % below 2734, answer median
-/// 129 with 90 % below 424; one request a second on average, Poisson; a third share prefixes.
+/// Lengths like a chat service's: log-normal, prompt median 1020 with 90 % below 2734, answer
+/// median 129 with 90 % below 424; one request a second on average, Poisson; a third share
+/// prefixes.
 Workload generate_workload(std::int64_t num_requests, std::uint64_t seed);
-/// JSONL with prompt_tokens, answer_tokens and optionally arrival_s, prefix_group, prefix_tokens; or
-/// CSV with TIMESTAMP,ContextTokens,GeneratedTokens. The first `limit` requests; < 0: all. Throws
-/// Error(corrupt_file) that names file, line and field.
+/// JSONL with prompt_tokens, answer_tokens and optionally arrival_s, prefix_group, prefix_tokens;
+/// or CSV with TIMESTAMP,ContextTokens,GeneratedTokens. The first `limit` requests; < 0: all.
+/// Throws Error(corrupt_file) that names file, line and field.
 Workload load_workload(const std::string& path, std::int64_t limit, std::uint64_t seed);
 
 // ---------------------------------------------------------------- serving
@@ -73,11 +74,11 @@ struct LayerTrace {
   std::int64_t step = 0;
   std::int64_t layer = 0;
   const BatchPlan* plan = nullptr;
-  BlockTableView block_table;        ///< Host.
-  const PagedKvCache* cache = nullptr;  ///< After the step's rows were appended.
-  TensorView input;                  ///< [T, H] the residual stream, before input_layernorm.
-  TensorView output;                 ///< [T, H] after o_proj, before the residual.
-  std::span<const std::int64_t> positions;        ///< [T]
+  BlockTableView block_table;               ///< Host.
+  const PagedKvCache* cache = nullptr;      ///< After the step's rows were appended.
+  TensorView input;                         ///< [T, H] the residual stream, before input_layernorm.
+  TensorView output;                        ///< [T, H] after o_proj, before the residual.
+  std::span<const std::int64_t> positions;  ///< [T]
   std::span<const std::int32_t> query_start_loc;  ///< [requests of the batch + 1] into the rows.
   std::span<const std::int32_t> seq_lens;         ///< [requests of the batch]
   std::span<const std::int32_t> request_of;       ///< [requests of the batch] workload index.
@@ -114,19 +115,19 @@ struct ServeReport {
   std::int64_t prompt_tokens = 0;  ///< Computed, recomputation included, prefix hits not.
   std::int64_t answer_tokens = 0;
   Percentiles decode_step_ms;
-  Percentiles decode_token_ms;       ///< Step time over its rows.
+  Percentiles decode_token_ms;  ///< Step time over its rows.
   Percentiles time_to_first_token_ms;
   double prefill_tokens_per_s = 0;
-  double gflops_per_s = 0;          ///< Visible attention work and projections over busy time.
+  double gflops_per_s = 0;  ///< Visible attention work and projections over busy time.
   double busy_ms = 0;
   double wall_ms = 0;
   std::int64_t peak_blocks = 0;
   std::int64_t num_blocks = 0;
   std::int64_t prefix_hit_tokens = 0;
   std::int64_t preemptions = 0;
-  std::int64_t cache_bytes = 0;         ///< All layers.
-  std::int64_t peak_context_rows = 0;   ///< The most that a plan asked of the workspace.
-  std::int64_t workspace_bytes = 0;     ///< Reserved before the first step.
+  std::int64_t cache_bytes = 0;           ///< All layers.
+  std::int64_t peak_context_rows = 0;     ///< The most that a plan asked of the workspace.
+  std::int64_t workspace_bytes = 0;       ///< Reserved before the first step.
   std::int64_t peak_workspace_bytes = 0;  ///< Taken at most.
 };
 
@@ -143,8 +144,9 @@ struct ServeHooks {
   const std::atomic<bool>* stop = nullptr;  ///< Serving ends after the step in which it turns true.
 };
 
-/// Serves workloads. First come first served; decodes first, then prompts in chunks; when blocks run
-/// out the youngest request is put back and recomputed. At least a prompt's last token is computed.
+/// Serves workloads. First come first served; decodes first, then prompts in chunks; when blocks
+/// run out the youngest request is put back and recomputed. At least a prompt's last token is
+/// computed.
 class Engine {
  public:
   /// Throws Error(invalid_argument) that names the option.
@@ -163,8 +165,8 @@ class Engine {
 
 // ---------------------------------------------------------------- proof
 
-/// Checks sampled rows of every layer against float64: the stored latent row from the layer's input,
-/// and the attention output over the rows that are stored.
+/// Checks sampled rows of every layer against float64: the stored latent row from the layer's
+/// input, and the attention output over the rows that are stored.
 class Verifier : public StepObserver {
  public:
   /// About `rows` sampled per layer over the whole run.
@@ -183,8 +185,8 @@ class Verifier : public StepObserver {
   std::unique_ptr<State> state_;
 };
 
-/// Writes DIR/request-NNNNNN.safetensors with `output` [answer tokens, hidden] F32: last layer, after
-/// o_proj, before the residual, of the token that yields each answer token.
+/// Writes DIR/request-NNNNNN.safetensors with `output` [answer tokens, hidden] F32: last layer,
+/// after o_proj, before the residual, of the token that yields each answer token.
 class Dumper : public StepObserver {
  public:
   Dumper(const Model& model, const Workload& workload, std::string directory);
@@ -196,7 +198,8 @@ class Dumper : public StepObserver {
   std::unique_ptr<State> state_;
 };
 
-/// One layer step, projections included, of one request with one new token.
+/// One layer step, norms and projections included, of one request with one new token that attends
+/// to `context` keys, its own among them.
 struct CompareResult {
   std::string method;  ///< "expanded_cache", "expand_every_step" or "fovea".
   std::int64_t context = 0;
@@ -204,8 +207,9 @@ struct CompareResult {
   double step_ms = 0;      ///< Median.
   double worst_error = 0;  ///< Of the output row's norm, against float64.
 };
-/// (a) contiguous expanded K and V with attention split over heads and keys, (b) the latent cache
-/// expanded by kv_b_proj every step, then as (a), (c) fovea; in one run, taking turns.
+/// Of the model's first layer: (a) contiguous expanded K and V with attention split over heads and
+/// keys, (b) the latent cache expanded by kv_b_proj every step, then as (a), (c) fovea; in one run,
+/// taking turns. Throws Error(invalid_argument) on a context beyond the model's positions.
 std::vector<CompareResult> compare_methods(const OpContext& ctx, const Model& model,
                                            std::span<const std::int64_t> contexts);
 
