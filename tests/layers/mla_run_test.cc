@@ -89,6 +89,33 @@ TEST(MlaRun, LimitsCoverRandomPlans) {
   }
 }
 
+TEST(MlaRun, LimitsCoverDecodesCutForManyWorkers) {
+  for (int threads : {1, 2, 5, 8}) {
+    WorldOptions options;
+    options.threads = threads;
+    options.shape = {.heads = 32, .latent = 64, .nope = 4, .rope = 2, .value = 4};
+    const World world(options, {1});
+    const MlaLimits limits{
+        .max_tokens = 9, .max_num_seqs = 9, .workspace_rows = 0, .max_seq_len = 5000};
+    const std::int64_t bound = world.layer().workspace_bytes(world.context(), limits);
+    std::int32_t most_partials = 0;
+    for (std::uint64_t seed = 0; seed < 200; ++seed) {
+      SequenceBatch batch;
+      batch.query_start_loc = {0};
+      const std::int64_t requests = 1 + test::random_below(seed, 0, 9);
+      for (std::int64_t i = 1; i <= requests; ++i) {
+        batch.query_start_loc.push_back(static_cast<std::int32_t>(i));
+        batch.seq_lens.push_back(static_cast<std::int32_t>(
+            1 + test::random_below(seed, static_cast<std::uint64_t>(i), 5000)));
+      }
+      const BatchPlan plan = make_plan(batch, world.context().plan_target, {});
+      most_partials = std::max(most_partials, plan.decode.num_partials());
+      ASSERT_LE(world.layer().workspace_bytes(world.context(), plan), bound) << plan.to_text();
+    }
+    if (threads > 2) EXPECT_GT(most_partials, threads);
+  }
+}
+
 /// Refused, with a text that holds `part`, before the cache or the output was written.
 class MlaRefusal : public testing::Test {
  protected:
