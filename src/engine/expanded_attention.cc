@@ -44,8 +44,8 @@ ExpandedAttention::ExpandedAttention(const OpContext& ctx, const Model& model, s
   new_kv_ = Tensor::empty(dtype, {1, N, P + V});
   // Zeros, so that no step pays for the first touch of its memory.
   expanded_ = Tensor::zeros(dtype, {num_keys, N, P + V});
-  keys_ = Tensor::zeros(dtype, {num_keys, N, dims_.qk_head_dim()});
-  values_ = Tensor::zeros(dtype, {num_keys, N, V});
+  keys_ = Tensor::zeros(dtype, {N, num_keys, dims_.qk_head_dim()});
+  values_ = Tensor::zeros(dtype, {N, num_keys, V});
   attended_ = Tensor::empty(dtype, {1, N, V});
 
   // The op deals heads to threads; parts of the keys are dealt as well, as requests of their own
@@ -66,8 +66,8 @@ AttentionPrefillParams ExpandedAttention::attention_params() const {
   params.q = q_.view().slice(0, 0, 1);
   params.q.shape[0] = partial_.view().shape[0];
   params.q.strides[0] = 0;  // Every part has the same query.
-  params.k = keys_;
-  params.v = values_;
+  params.k = keys();
+  params.v = values();
   params.out = partial_;
   params.lse = lse_;
   params.schedule = &schedule_;
@@ -133,15 +133,15 @@ void ExpandedAttention::step_with_expanded_cache(const TensorView& normed, const
   project(normed);
   const std::int64_t L = dims_.kv_lora_rank, P = dims_.qk_nope_head_dim;
   kv_b_proj_(ctx_, new_row_.view().slice(1, 0, L), new_kv_.view().fuse(1));
-  const TensorView key = keys_.view().slice(0, new_position_, num_keys_);
+  const TensorView key = keys().slice(0, new_position_, num_keys_);
   copy(new_kv_.view().slice(2, 0, P), key.slice(2, 0, P));
   for (std::int64_t n = 0; n < dims_.num_heads; ++n) {
     copy(new_row_.view().slice(1, L, dims_.latent_dim()),
          key.select(1, n).slice(1, P, dims_.qk_head_dim()));
   }
   copy(new_kv_.view().slice(2, P, P + dims_.v_head_dim),
-       values_.view().slice(0, new_position_, num_keys_));
-  attend(keys_, {}, values_, out);
+       values().slice(0, new_position_, num_keys_));
+  attend(keys(), {}, values(), out);
 }
 
 void ExpandedAttention::step_expanding(const TensorView& normed, const TensorView& rows,
@@ -158,9 +158,9 @@ void ExpandedAttention::keep_expanded(const TensorView& rows) {
   const std::int64_t L = dims_.kv_lora_rank, P = dims_.qk_nope_head_dim;
   for_row_ranges(*ctx_.pool, num_keys_, [&](std::int64_t begin, std::int64_t end) {
     const TensorView expanded = expanded_.view().slice(0, begin, end);
-    const TensorView key = keys_.view().slice(0, begin, end);
+    const TensorView key = keys().slice(0, begin, end);
     copy(expanded.slice(2, 0, P), key.slice(2, 0, P));
-    copy(expanded.slice(2, P, P + dims_.v_head_dim), values_.view().slice(0, begin, end));
+    copy(expanded.slice(2, P, P + dims_.v_head_dim), values().slice(0, begin, end));
     for (std::int64_t n = 0; n < dims_.num_heads; ++n) {  // All heads share one rope key.
       copy(rows.slice(0, begin, end).slice(1, L, dims_.latent_dim()),
            key.select(1, n).slice(1, P, dims_.qk_head_dim()));
