@@ -1,0 +1,240 @@
+#include <cudaTypedefs.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "backends/cuda/sm90/mla_decode/kernel.cuh"
+#include "backends/cuda/sm90/mla_decode/mla_decode.h"
+
+namespace fovea::cuda {
+namespace {
+
+using mla::KernelParams;
+
+std::size_t aligned(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+/// Where the parts of a workspace lie, in bytes from its start.
+struct WorkspaceLayout {
+  std::size_t counters, stats, out, bytes;
+  std::int32_t num_counters;
+
+  explicit WorkspaceLayout(const MlaDecodeGeometry& g) {
+    const std::size_t parts = std::size_t{2} * g.num_groups * g.row_tiles_per_group;
+    const std::size_t slices = parts * g.splits_per_group;
+    num_counters = static_cast<std::int32_t>(slices);
+    counters = aligned(sizeof(mla::GroupRange) * g.num_groups);
+    stats = counters + aligned(slices * sizeof(std::uint32_t));
+    out = stats + aligned(slices * 2 * g.rows * sizeof(float));
+    bytes = out + parts * mla::kLatent * g.rows * sizeof(float);
+  }
+};
+
+using Kernel = void (*)(KernelParams, CUtensorMap);
+
+template <typename T>
+Kernel kernel_of(std::int32_t rows) {
+  switch (rows) {
+    case 16:
+      return mla::mla_decode_kernel<T, 16>;
+    case 32:
+      return mla::mla_decode_kernel<T, 32>;
+    default:
+      return mla::mla_decode_kernel<T, 64>;
+  }
+}
+
+Kernel kernel_of(ElementType type, std::int32_t rows) {
+  return type == ElementType::bf16 ? kernel_of<__nv_bfloat16>(rows) : kernel_of<__half>(rows);
+}
+
+std::size_t shared_bytes(std::int32_t rows) {
+  switch (rows) {
+    case 16:
+      return sizeof(mla::SharedMemory<16>);
+    case 32:
+      return sizeof(mla::SharedMemory<32>);
+    default:
+      return sizeof(mla::SharedMemory<64>);
+  }
+}
+static_assert(sizeof(mla::SharedMemory<16>) <= 227 * 1024);
+static_assert(sizeof(mla::SharedMemory<32>) <= 227 * 1024);
+static_assert(sizeof(mla::SharedMemory<64>) <= 227 * 1024);
+
+struct Launch {
+  cudaLaunchConfig_t config{};
+  cudaLaunchAttribute attribute{};
+
+  Launch(const MlaDecodeGeometry& g, cudaStream_t stream) {
+    const auto cluster = static_cast<unsigned>(g.row_tiles_per_group * g.splits_per_group);
+    config.gridDim = dim3(static_cast<unsigned>(g.num_groups) * cluster);
+    config.blockDim = dim3(mla::kThreads);
+    config.dynamicSmemBytes = shared_bytes(g.rows);
+    config.stream = stream;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = cluster;
+    attribute.val.clusterDim.y = 1;
+    attribute.val.clusterDim.z = 1;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+  }
+};
+
+cudaError_t prepare(Kernel kernel, std::int32_t rows) {
+  const auto* function = reinterpret_cast<const void*>(kernel);
+  cudaError_t status = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            static_cast<int>(shared_bytes(rows)));
+  if (status != cudaSuccess) return status;
+  return cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+}
+
+PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
+  static const auto encoder = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result{};
+    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                                12000, cudaEnableDefault, &result);
+    return status == cudaSuccess && result == cudaDriverEntryPointSuccess
+               ? reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function)
+               : nullptr;
+  }();
+  return encoder;
+}
+
+/// Keys that one copy brings: they must lie in one block, and boxes must not straddle tiles.
+std::int32_t box_rows(const MlaDecodeParams& p) {
+  return static_cast<std::int32_t>(std::gcd(p.block_size, std::int64_t{mla::kKeyTile}));
+}
+
+/// The cache as [block][row][channel] with boxes of box_rows x 64 channels.
+cudaError_t encode_tensor_map(const MlaDecodeParams& p, CUtensorMap* map) {
+  const auto encode = tensor_map_encoder();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  const cuuint64_t shape[3] = {mla::kLatent + mla::kRope, static_cast<cuuint64_t>(p.block_size),
+                               static_cast<cuuint64_t>(p.num_blocks)};
+  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(p.cache_row_stride) * 2,
+                                 static_cast<cuuint64_t>(p.cache_block_stride) * 2};
+  const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(box_rows(p)), 1};
+  const cuuint32_t element_strides[3] = {1, 1, 1};
+  const CUresult result =
+      encode(map,
+             p.cache_type == ElementType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                               : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+             3, const_cast<void*>(p.cache), shape, strides, box, element_strides,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+bool is_multiple(const void* pointer, std::uintptr_t of) {
+  return reinterpret_cast<std::uintptr_t>(pointer) % of == 0;
+}
+
+}  // namespace
+
+const char* mla_decode_sm90_declines(const MlaDecodeParams& p) {
+  if (p.latent_dim != mla::kLatent || p.rope_dim != mla::kRope) {
+    return "rows must have 512 latent and 64 rope channels";
+  }
+  if (p.query_type == ElementType::f32) return "queries must be bf16 or f16";
+  if (p.cache_type != p.query_type) return "cache and queries must have one dtype";
+  if (p.num_heads < 1 || p.num_heads > 128) return "heads must be 1 to 128";
+  const std::int64_t query_strides =
+      p.q_latent_token_stride | p.q_latent_head_stride | p.q_pe_token_stride | p.q_pe_head_stride;
+  if (!is_multiple(p.q_latent, 16) || !is_multiple(p.q_pe, 16) || query_strides % 8 != 0) {
+    return "query rows must be 16-byte aligned";
+  }
+  if (!is_multiple(p.cache, 16) || (p.cache_row_stride | p.cache_block_stride) % 8 != 0) {
+    return "cache rows must be 16-byte aligned";
+  }
+  constexpr std::int64_t kMaxStride = std::int64_t{1} << 39;  // 40 bits of bytes.
+  if (p.cache_row_stride < 0 || p.cache_block_stride < 0 || p.cache_row_stride >= kMaxStride ||
+      p.cache_block_stride >= kMaxStride || p.num_blocks > INT32_MAX || p.block_size > INT32_MAX) {
+    return "the cache is outside the copy engine's limits";
+  }
+  if (p.out_type != ElementType::f32 &&
+      (!is_multiple(p.out, 4) || (p.out_token_stride | p.out_head_stride) % 2 != 0)) {
+    return "16-bit output rows must be 4-byte aligned";
+  }
+  return nullptr;
+}
+
+cudaError_t mla_decode_sm90_geometry(const MlaDecodeParams& p, MlaDecodeGeometry* geometry) {
+  MlaDecodeGeometry g;
+  const std::int64_t rows = std::int64_t{p.num_heads} * std::max(p.max_query_len, 1);
+  g.rows = rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
+  g.row_tiles_per_group = rows > g.rows ? 2 : 1;
+
+  int device = 0, multiprocessors = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return status;
+  status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (status != cudaSuccess) return status;
+
+  // The largest cluster that still leaves a group to every job: merging on the chip is cheaper than
+  // through memory, but a cluster takes one job at a time.
+  const std::int64_t jobs_per_request =
+      (rows + g.rows * g.row_tiles_per_group - 1) / (g.rows * g.row_tiles_per_group);
+  const std::int64_t jobs = std::max<std::int64_t>(p.num_requests, 1) * jobs_per_request;
+  constexpr std::int32_t kMaxCluster = 16;
+  g.splits_per_group = kMaxCluster / g.row_tiles_per_group;
+  while (g.splits_per_group > 1 &&
+         multiprocessors / (g.splits_per_group * g.row_tiles_per_group) < jobs) {
+    g.splits_per_group /= 2;
+  }
+  const Kernel kernel = kernel_of(p.query_type, g.rows);
+  status = prepare(kernel, g.rows);
+  if (status != cudaSuccess) return status;
+  for (;; g.splits_per_group /= 2) {
+    Launch launch(g, nullptr);
+    int clusters = 0;
+    status = cudaOccupancyMaxActiveClusters(&clusters, reinterpret_cast<const void*>(kernel),
+                                            &launch.config);
+    if (status != cudaSuccess) return status;
+    g.num_groups = std::max(clusters, 1);
+    if (clusters > 0 || g.splits_per_group == 1) break;
+  }
+  *geometry = g;
+  return cudaSuccess;
+}
+
+std::size_t mla_decode_sm90_workspace_bytes(const MlaDecodeGeometry& geometry) {
+  return WorkspaceLayout(geometry).bytes;
+}
+
+cudaError_t mla_decode_sm90_plan(const MlaDecodeParams& p, const MlaDecodeGeometry& g,
+                                 void* workspace, cudaStream_t stream) {
+  const WorkspaceLayout layout(g);
+  auto* base = static_cast<std::byte*>(workspace);
+  const mla::ScheduleShape shape{g.num_groups, p.num_heads, g.rows * g.row_tiles_per_group,
+                                 g.splits_per_group};
+  mla::plan_kernel<<<1, mla::kPlanThreads, 0, stream>>>(
+      shape, p.num_requests, p.query_start_loc, p.seq_lens,
+      reinterpret_cast<mla::GroupRange*>(base),
+      reinterpret_cast<std::uint32_t*>(base + layout.counters), layout.num_counters);
+  return cudaGetLastError();
+}
+
+cudaError_t mla_decode_sm90(const MlaDecodeParams& p, const MlaDecodeGeometry& g, void* workspace,
+                            cudaStream_t stream) {
+  CUtensorMap map;
+  cudaError_t status = encode_tensor_map(p, &map);
+  if (status != cudaSuccess) return status;
+  const Kernel kernel = kernel_of(p.query_type, g.rows);
+  status = prepare(kernel, g.rows);
+  if (status != cudaSuccess) return status;
+
+  const WorkspaceLayout layout(g);
+  auto* base = static_cast<std::byte*>(workspace);
+  const KernelParams params{p,
+                            g,
+                            box_rows(p),
+                            reinterpret_cast<const mla::GroupRange*>(base),
+                            reinterpret_cast<std::uint32_t*>(base + layout.counters),
+                            reinterpret_cast<float*>(base + layout.stats),
+                            reinterpret_cast<float*>(base + layout.out)};
+  const Launch launch(g, stream);
+  return cudaLaunchKernelEx(&launch.config, kernel, params, map);
+}
+
+}  // namespace fovea::cuda

@@ -1,0 +1,56 @@
+// The bulk tensor copy engine, and matrix stores to shared memory.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace fovea::cuda::ptx {
+
+/// What L2 should do with the lines that a copy touches.
+enum class L2Policy : std::uint8_t { evict_first, evict_normal };
+
+__device__ __forceinline__ std::uint64_t make_l2_policy(L2Policy policy) {
+  std::uint64_t p;
+  if (policy == L2Policy::evict_first) {
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p));
+  } else {
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p));
+  }
+  return p;
+}
+
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+/// Copies the box at (x, y, z) of `map` to shared memory; its bytes count on `barrier`.
+__device__ __forceinline__ void load_box(std::uint32_t destination, const CUtensorMap* map, int x,
+                                         int y, int z, std::uint32_t barrier,
+                                         std::uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(destination),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+/// Stores four 8x8 matrices of 16-bit elements transposed: lane l gives the address of row l % 8 of
+/// matrix l / 8 as it lies in memory.
+__device__ __forceinline__ void store_matrices_transposed(std::uint32_t address, std::uint32_t a,
+                                                          std::uint32_t b, std::uint32_t c,
+                                                          std::uint32_t d) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(a), "r"(b), "r"(c), "r"(d)
+      : "memory");
+}
+
+/// Transposes an 8x8 matrix of 16-bit elements that lies across a warp.
+__device__ __forceinline__ std::uint32_t transpose_matrix(std::uint32_t fragment) {
+  std::uint32_t out;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(fragment));
+  return out;
+}
+
+}  // namespace fovea::cuda::ptx

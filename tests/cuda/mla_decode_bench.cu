@@ -1,0 +1,369 @@
+// Checks MLA decode against a float64 reference, then times it: one graph of 20 calls over copies
+// of the cache that together exceed twice the L2; time / 20; median of the replays.
+//
+//   mla_decode_bench [--check] [--time] [--sweep] [--json FILE] [--commit ID]
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <functional>
+
+#include "backends/cuda/plain/mla_decode.h"
+#include "backends/cuda/sm90/mla_decode/mla_decode.h"
+#include "cuda/mla_decode_data.h"
+
+namespace fovea::cuda::test {
+namespace {
+
+int failures = 0;
+int checks = 0;
+
+/// The sm90 kernel in one geometry: plan and run, twice over the same workspace.
+void check_geometry(Case& c, const Reference& ref, const MlaDecodeGeometry& g,
+                    const std::string& what) {
+  DeviceArray<std::uint8_t> workspace(mla_decode_sm90_workspace_bytes(g));
+  workspace.poison();
+  check_cuda(mla_decode_sm90_plan(c.params, g, workspace.data(), nullptr), "plan");
+  for (int round = 0; round < 2; ++round) {
+    c.d_out.poison();
+    c.d_lse.poison();
+    check_cuda(mla_decode_sm90(c.params, g, workspace.data(), nullptr), what.c_str());
+    check_cuda(cudaDeviceSynchronize(), what.c_str());
+    ++checks;
+    if (!matches(c, ref, what + (round == 0 ? "" : " (second run)"))) {
+      ++failures;
+      return;
+    }
+  }
+}
+
+std::string describe(const MlaDecodeGeometry& g) {
+  return " rows " + std::to_string(g.rows) + " tiles " + std::to_string(g.row_tiles_per_group) +
+         " splits " + std::to_string(g.splits_per_group) + " groups " +
+         std::to_string(g.num_groups);
+}
+
+void check_case(const CaseShape& shape, std::uint32_t seed) {
+  Case c(shape, seed);
+  const Reference ref = reference(c);
+  c.d_out.poison();
+  c.d_lse.poison();
+  check_cuda(mla_decode_plain(c.params, nullptr), "plain");
+  check_cuda(cudaDeviceSynchronize(), "plain");
+  ++checks;
+  if (!matches(c, ref, shape.name + " plain")) ++failures;
+
+  if (const char* reason = mla_decode_sm90_declines(c.params)) {
+    std::printf("FAIL %s declined: %s\n", shape.name.c_str(), reason);
+    ++failures;
+    return;
+  }
+  MlaDecodeGeometry best;
+  check_cuda(mla_decode_sm90_geometry(c.params, &best), "geometry");
+  check_geometry(c, ref, best, shape.name + describe(best));
+  const MlaDecodeGeometry others[] = {{16, 1, 1, 132}, {16, 2, 4, 5}, {32, 1, 16, 3},
+                                      {32, 2, 1, 66},  {64, 1, 8, 2}, {64, 2, 8, 1},
+                                      {64, 2, 1, 7},   {64, 1, 1, 1}};
+  for (const MlaDecodeGeometry& g : others) check_geometry(c, ref, g, shape.name + describe(g));
+}
+
+/// A captured plan and run must follow lengths that change between replays, down to zero.
+void check_replay() {
+  CaseShape shape{"replay", 20, {1, 2, 1, 3}, {700, 900, 130, 2000}};
+  Case c(shape, 99);
+  MlaDecodeGeometry g;
+  check_cuda(mla_decode_sm90_geometry(c.params, &g), "geometry");
+  DeviceArray<std::uint8_t> workspace(mla_decode_sm90_workspace_bytes(g));
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  check_cuda(cudaStreamCreate(&stream), "stream");
+  check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+  check_cuda(mla_decode_sm90_plan(c.params, g, workspace.data(), stream), "plan");
+  check_cuda(mla_decode_sm90(c.params, g, workspace.data(), stream), "run");
+  check_cuda(cudaStreamEndCapture(stream, &graph), "end capture");
+  check_cuda(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
+  const std::vector<std::int32_t> lens[] = {
+      {700, 900, 130, 2000}, {1, 2, 0, 3}, {0, 0, 0, 0}, {64, 65, 63, 1999}};
+  const std::vector<std::int32_t> starts[] = {
+      {0, 1, 3, 4, 7}, {0, 1, 3, 3, 6}, {0, 0, 0, 0, 0}, {0, 2, 2, 3, 6}};
+  for (int i = 0; i < 4; ++i) {
+    c.shape.seq_lens = lens[i];
+    c.starts = starts[i];
+    c.d_lens.set(lens[i]);
+    c.d_starts.set(starts[i]);
+    c.d_out.poison();
+    c.d_lse.poison();
+    check_cuda(cudaGraphLaunch(exec, stream), "graph");
+    check_cuda(cudaStreamSynchronize(stream), "graph");
+    ++checks;
+    if (!matches(c, reference(c), "replay " + std::to_string(i))) ++failures;
+  }
+  cudaGraphExecDestroy(exec);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+}
+
+void run_checks() {
+  constexpr auto bf16 = ElementType::bf16;
+  constexpr auto f16 = ElementType::f16;
+  constexpr auto f32 = ElementType::f32;
+  std::uint32_t seed = 1;
+  check_case({"one key", 16, {1}, {1}}, ++seed);
+  check_case({"one tile", 16, {1}, {64}}, ++seed);
+  check_case({"a long one", 16, {1}, {3001}}, ++seed);
+  check_case({"128 heads", 128, {1, 1}, {1000, 777}, 64, bf16, f32}, ++seed);
+  check_case({"f16", 64, {1, 1, 1}, {500, 1, 260}, 16, f16, f16}, ++seed);
+  check_case({"f16 to f32, 16 heads", 16, {1, 1, 1}, {500, 1, 260}, 32, f16, f32}, ++seed);
+  check_case({"zero lengths", 12, {1, 1, 1, 1}, {0, 130, 0, 70}, 16, bf16, bf16}, ++seed);
+  check_case({"all empty", 12, {1, 1}, {0, 0}}, ++seed);
+  check_case({"requests without queries, padding",
+              9,
+              {0, 2, 0, 1, 0},
+              {50, 300, 9, 200, 0},
+              16,
+              bf16,
+              bf16,
+              true,
+              true,
+              3},
+             ++seed);
+  check_case({"ragged causal", 24, {1, 4, 2, 7}, {900, 4, 333, 65}, 32, bf16, f32}, ++seed);
+  check_case(
+      {"ragged not causal", 24, {1, 4, 2, 7}, {900, 4, 333, 65}, 32, bf16, bf16, true, false},
+      ++seed);
+  check_case({"more queries than keys", 16, {5, 3}, {2, 70}, 64, bf16, f32}, ++seed);
+  check_case({"one winner", 16, {1, 1}, {400, 1500}, 64, bf16, f32, true, true, 0, 0, 40.f},
+             ++seed);
+  check_case({"gaps, no lse", 40, {1, 2}, {300, 500}, 64, bf16, bf16, false, true, 0, 64}, ++seed);
+  for (const std::int32_t heads : {1, 3, 20, 63, 126}) {
+    check_case({"heads " + std::to_string(heads), heads, {1, 2}, {210, 450}, 64, bf16, bf16},
+               ++seed);
+  }
+  for (const std::int64_t block : {1, 2, 3, 48, 61, 128, 256}) {
+    check_case({"block " + std::to_string(block), 16, {1, 1}, {333, 130}, block, bf16, bf16},
+               ++seed);
+  }
+  CaseShape many{"many requests", 16};
+  std::mt19937 random(5);
+  for (int i = 0; i < 200; ++i) {
+    many.query_lens.push_back(1);
+    many.seq_lens.push_back(static_cast<std::int32_t>(random() % 300));
+  }
+  check_case(many, ++seed);
+  check_replay();
+  std::printf("%d checks, %d failed\n", checks, failures);
+}
+
+// ------------------------------------------------------------------------------------ timing
+
+__global__ void fill_random(std::uint16_t* data, std::size_t n, std::uint32_t seed) {
+  for (std::size_t i = blockIdx.x * std::size_t{blockDim.x} + threadIdx.x; i < n;
+       i += std::size_t{gridDim.x} * blockDim.x) {
+    std::uint64_t x = i + (std::uint64_t{seed} << 40);
+    x = (x ^ (x >> 31)) * 0x9e3779b97f4a7c15ull;
+    x = (x ^ (x >> 29)) * 0xbf58476d1ce4e5b9ull;
+    x ^= x >> 32;
+    // Sum of four uniforms: near enough to a normal distribution of variance 1.
+    float sum = 0;
+    for (int k = 0; k < 4; ++k)
+      sum += static_cast<float>((x >> (16 * k)) & 0xffff) / 65536.f - 0.5f;
+    const __nv_bfloat16 v = __float2bfloat16(sum * 1.732f);
+    data[i] = *reinterpret_cast<const std::uint16_t*>(&v);
+  }
+}
+
+struct TimedShape {
+  std::int32_t batch, heads, kv, query_len;
+};
+
+struct Timing {
+  std::string name;
+  TimedShape shape;
+  MlaDecodeGeometry geometry;
+  double us = 0, tb_s = 0, tflops = 0;
+};
+
+/// Device memory of a timed shape: equal lengths, shuffled blocks of 64, several copies.
+class TimedCase {
+ public:
+  explicit TimedCase(const TimedShape& s) : shape_(s) {
+    int l2 = 0;
+    check_cuda(cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, 0), "L2 size");
+    const std::int64_t blocks = std::int64_t{s.batch} * (s.kv / 64);
+    const std::size_t elements = static_cast<std::size_t>(blocks) * 64 * kRow;
+    copies_ = static_cast<int>(std::max<std::size_t>(1, 2 * std::size_t(l2) / (2 * elements) + 1));
+    if (copies_ > 1) copies_ = (copies_ + kCalls - 1) / kCalls * kCalls;
+    cache_ = DeviceArray<std::uint16_t>(elements * copies_);
+    query_ = DeviceArray<std::uint16_t>(std::size_t{1} * s.batch * s.query_len * s.heads * kRow);
+    fill_random<<<1320, 256>>>(cache_.data(), cache_.size(), 1);
+    fill_random<<<1320, 256>>>(query_.data(), query_.size(), 2);
+    std::vector<std::int32_t> ids(blocks), starts(s.batch + 1), lens(s.batch, s.kv);
+    std::iota(ids.begin(), ids.end(), 0);
+    std::shuffle(ids.begin(), ids.end(), std::mt19937(7));
+    for (int i = 0; i <= s.batch; ++i) starts[i] = i * s.query_len;
+    table_ = DeviceArray<std::int32_t>(ids);
+    starts_ = DeviceArray<std::int32_t>(starts);
+    lens_ = DeviceArray<std::int32_t>(lens);
+    out_ = DeviceArray<std::uint16_t>(std::size_t{1} * s.batch * s.query_len * s.heads * kLatent);
+    MlaDecodeParams& p = params_;
+    p.num_requests = s.batch;
+    p.num_tokens = s.batch * s.query_len;
+    p.num_heads = s.heads;
+    p.latent_dim = kLatent;
+    p.rope_dim = kRope;
+    p.max_query_len = s.query_len;
+    p.query_start_loc = starts_.data();
+    p.seq_lens = lens_.data();
+    p.q_latent = query_.data();
+    p.q_pe = query_.data() + kLatent;
+    p.q_latent_token_stride = p.q_pe_token_stride = std::int64_t{s.heads} * kRow;
+    p.q_latent_head_stride = p.q_pe_head_stride = kRow;
+    p.num_blocks = blocks;
+    p.block_size = 64;
+    p.cache_row_stride = kRow;
+    p.cache_block_stride = 64 * kRow;
+    p.block_table = table_.data();
+    p.block_table_stride = s.kv / 64;
+    p.out = out_.data();
+    p.out_head_stride = kLatent;
+    p.out_token_stride = std::int64_t{s.heads} * kLatent;
+    p.sm_scale = 1.f / std::sqrt(192.f);
+    p.cache = cache_.data();
+    copy_elements_ = elements;
+  }
+
+  const MlaDecodeParams& params() const { return params_; }
+
+  Timing time(const std::string& name, const MlaDecodeGeometry& g, double seconds) {
+    DeviceArray<std::uint8_t> workspace(mla_decode_sm90_workspace_bytes(g));
+    check_cuda(mla_decode_sm90_plan(params_, g, workspace.data(), nullptr), "plan");
+    cudaStream_t stream;
+    check_cuda(cudaStreamCreate(&stream), "stream");
+    std::vector<cudaGraphExec_t> graphs;
+    for (int first = 0; first < copies_; first += kCalls) {
+      cudaGraph_t graph;
+      cudaGraphExec_t exec;
+      check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+      for (int i = 0; i < kCalls; ++i) {
+        MlaDecodeParams p = params_;
+        p.cache = cache_.data() + copy_elements_ * ((first + i) % copies_);
+        check_cuda(mla_decode_sm90(p, g, workspace.data(), stream), "run");
+      }
+      check_cuda(cudaStreamEndCapture(stream, &graph), "end capture");
+      check_cuda(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
+      check_cuda(cudaGraphDestroy(graph), "destroy");
+      graphs.push_back(exec);
+    }
+    cudaEvent_t begin, end;
+    check_cuda(cudaEventCreate(&begin), "event");
+    check_cuda(cudaEventCreate(&end), "event");
+    std::vector<float> times;
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 0;; ++i) {
+      check_cuda(cudaEventRecord(begin, stream), "record");
+      check_cuda(cudaGraphLaunch(graphs[i % graphs.size()], stream), "launch");
+      check_cuda(cudaEventRecord(end, stream), "record");
+      check_cuda(cudaEventSynchronize(end), "replay");
+      float ms = 0;
+      check_cuda(cudaEventElapsedTime(&ms, begin, end), "elapsed");
+      if (i >= 4) times.push_back(ms);  // The first replays warm up.
+      const std::chrono::duration<double> gone = std::chrono::steady_clock::now() - start;
+      if (times.size() >= 9 && gone.count() > seconds) break;
+    }
+    for (cudaGraphExec_t exec : graphs) cudaGraphExecDestroy(exec);
+    cudaEventDestroy(begin);
+    cudaEventDestroy(end);
+    cudaStreamDestroy(stream);
+    std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
+    Timing t{name, shape_, g};
+    t.us = times[times.size() / 2] * 1000.0 / kCalls;
+    const double keys = 1.0 * shape_.batch * shape_.kv;
+    t.tb_s = keys * kRow * 2 / t.us * 1e-6;
+    t.tflops = 2 * keys * shape_.query_len * shape_.heads * (kRow + kLatent) / t.us * 1e-6;
+    return t;
+  }
+
+ private:
+  static constexpr int kCalls = 20;
+  TimedShape shape_;
+  int copies_ = 1;
+  std::size_t copy_elements_ = 0;
+  DeviceArray<std::uint16_t> cache_, query_, out_;
+  DeviceArray<std::int32_t> table_, starts_, lens_;
+  MlaDecodeParams params_;
+};
+
+void print(const Timing& t, const char* mark) {
+  std::printf("%-38s %9.2f us %6.3f TB/s %7.1f TF %s%s\n", t.name.c_str(), t.us, t.tb_s, t.tflops,
+              mark, describe(t.geometry).c_str());
+  std::fflush(stdout);
+}
+
+void run_timings(bool sweep, double seconds, const char* json, const char* commit) {
+  const TimedShape shapes[] = {{1, 16, 4096, 1},   {1, 16, 32768, 1},  {1, 128, 32768, 1},
+                               {8, 16, 8192, 1},   {128, 16, 8192, 1}, {128, 128, 8192, 1},
+                               {1, 128, 4096, 1},  {32, 16, 8192, 1},  {32, 128, 8192, 1},
+                               {128, 64, 8192, 1}, {128, 16, 8192, 4}, {128, 32, 8192, 1}};
+  std::vector<Timing> results;
+  for (const TimedShape& s : shapes) {
+    std::string name = "mla_decode_bf16_b" + std::to_string(s.batch) + "_h" +
+                       std::to_string(s.heads) + "_kv" + std::to_string(s.kv);
+    if (s.query_len > 1) name += "_q" + std::to_string(s.query_len);
+    TimedCase c(s);
+    MlaDecodeGeometry best;
+    check_cuda(mla_decode_sm90_geometry(c.params(), &best), "geometry");
+    results.push_back(c.time(name, best, seconds));
+    print(results.back(), "");
+    if (!sweep) continue;
+    for (int splits = 1; splits * best.row_tiles_per_group <= 16; splits *= 2) {
+      MlaDecodeGeometry g = best;
+      g.splits_per_group = splits;
+      const int cluster = splits * g.row_tiles_per_group;
+      for (const int blocks : {132, 128, 120, 112, 96, 64}) {
+        g.num_groups = blocks / cluster;
+        if (cluster < 16 && blocks != 132 && blocks != 128) continue;
+        if (splits == best.splits_per_group && g.num_groups == best.num_groups) continue;
+        print(c.time(name, g, seconds / 2), "sweep");
+      }
+    }
+  }
+  if (json == nullptr) return;
+  cudaDeviceProp device{};
+  check_cuda(cudaGetDeviceProperties(&device, 0), "properties");
+  std::FILE* file = std::fopen(json, "w");
+  std::fprintf(file, "{\n  \"device\": \"%s\",\n  \"commit\": \"%s\",\n  \"results\": [\n",
+               device.name, commit);
+  for (std::size_t i = 0; i < results.size(); ++i) {
+    const Timing& t = results[i];
+    std::fprintf(
+        file,
+        "    {\"name\": \"%s\", \"us\": %.3f, \"tb_s\": %.4f, \"tflops\": %.2f, \"rows\": "
+        "%d, \"row_tiles_per_group\": %d, \"splits_per_group\": %d, \"num_groups\": %d}%s\n",
+        t.name.c_str(), t.us, t.tb_s, t.tflops, t.geometry.rows, t.geometry.row_tiles_per_group,
+        t.geometry.splits_per_group, t.geometry.num_groups, i + 1 < results.size() ? "," : "");
+  }
+  std::fprintf(file, "  ]\n}\n");
+  std::fclose(file);
+}
+
+}  // namespace
+}  // namespace fovea::cuda::test
+
+int main(int argc, char** argv) {
+  bool check = false, time = false, sweep = false;
+  double seconds = 0.3;
+  const char* json = nullptr;
+  const char* commit = "";
+  for (int i = 1; i < argc; ++i) {
+    const std::string option = argv[i];
+    if (option == "--check") check = true;
+    if (option == "--time") time = true;
+    if (option == "--sweep") time = sweep = true;
+    if (option == "--json" && i + 1 < argc) json = argv[++i];
+    if (option == "--commit" && i + 1 < argc) commit = argv[++i];
+    if (option == "--seconds" && i + 1 < argc) seconds = std::atof(argv[++i]);
+  }
+  if (check) fovea::cuda::test::run_checks();
+  if (time) fovea::cuda::test::run_timings(sweep, seconds, json, commit);
+  return fovea::cuda::test::failures == 0 ? 0 : 1;
+}

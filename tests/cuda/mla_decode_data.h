@@ -1,0 +1,333 @@
+// Inputs for MLA decode checks and timings, and the float64 reference.
+//
+// Whatever no request owns is NaN or garbage: unused rows and blocks, gaps between rows,
+// block-table tails, outputs before the run.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "backends/cuda/sm90/mla_decode/params.h"
+
+namespace fovea::cuda::test {
+
+inline void check_cuda(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(status));
+  std::exit(2);
+}
+
+template <typename T>
+class DeviceArray {
+ public:
+  DeviceArray() = default;
+  explicit DeviceArray(std::size_t n) : size_(n) {
+    check_cuda(cudaMalloc(&data_, std::max<std::size_t>(n, 1) * sizeof(T)), "cudaMalloc");
+  }
+  explicit DeviceArray(const std::vector<T>& host) : DeviceArray(host.size()) { set(host); }
+  DeviceArray(DeviceArray&& other) noexcept { swap(other); }
+  DeviceArray& operator=(DeviceArray&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  ~DeviceArray() { cudaFree(data_); }
+
+  T* data() const { return data_; }
+  std::size_t size() const { return size_; }
+  void set(const std::vector<T>& host) {
+    check_cuda(cudaMemcpy(data_, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice),
+               "copy to device");
+  }
+  void poison() { check_cuda(cudaMemset(data_, 0xff, size_ * sizeof(T)), "cudaMemset"); }
+  std::vector<T> get(std::size_t first, std::size_t n) const {
+    std::vector<T> host(n);
+    check_cuda(cudaMemcpy(host.data(), data_ + first, n * sizeof(T), cudaMemcpyDeviceToHost),
+               "copy to host");
+    return host;
+  }
+  std::vector<T> get() const { return get(0, size_); }
+
+ private:
+  void swap(DeviceArray& other) {
+    std::swap(data_, other.data_);
+    std::swap(size_, other.size_);
+  }
+  T* data_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+inline std::uint16_t encode(ElementType type, float value) {
+  std::uint16_t bits;
+  if (type == ElementType::bf16) {
+    const __nv_bfloat16 v = __float2bfloat16(value);
+    std::memcpy(&bits, &v, 2);
+  } else {
+    const __half v = __float2half(value);
+    std::memcpy(&bits, &v, 2);
+  }
+  return bits;
+}
+
+inline double decode(ElementType type, const void* base, std::size_t at) {
+  if (type == ElementType::f32) return static_cast<const float*>(base)[at];
+  std::uint16_t bits = static_cast<const std::uint16_t*>(base)[at];
+  if (type == ElementType::bf16) {
+    const std::uint32_t wide = std::uint32_t{bits} << 16;
+    float f;
+    std::memcpy(&f, &wide, 4);
+    return f;
+  }
+  __half h;
+  std::memcpy(&h, &bits, 2);
+  return __half2float(h);
+}
+
+struct CaseShape {
+  std::string name;
+  std::int32_t heads = 16;
+  std::vector<std::int32_t> query_lens;
+  std::vector<std::int32_t> seq_lens;
+  std::int64_t block_size = 64;
+  ElementType type = ElementType::bf16;
+  ElementType out_type = ElementType::bf16;
+  bool with_lse = true;
+  bool causal = true;
+  std::int32_t unused_tokens = 0;  ///< Rows past the last request.
+  std::int64_t row_gap = 0;        ///< Elements between cache rows.
+  float spread = 1.f;              ///< Of the queries: large ones make one key win.
+};
+
+constexpr int kLatent = 512;
+constexpr int kRope = 64;
+constexpr int kRow = kLatent + kRope;
+
+/// One case on the host and on the device. Queries are one [T, N, 576] tensor, outputs have gaps.
+struct Case {
+  CaseShape shape;
+  std::vector<std::int32_t> starts, table;
+  std::int64_t table_width = 0, num_blocks = 0, row_stride = 0;
+  std::int32_t tokens = 0;
+  std::vector<std::uint16_t> query, cache;
+  DeviceArray<std::uint16_t> d_query, d_cache;
+  DeviceArray<std::int32_t> d_starts, d_lens, d_table;
+  DeviceArray<std::uint8_t> d_out;
+  DeviceArray<float> d_lse;
+  MlaDecodeParams params;
+
+  static constexpr std::int64_t kOutHead = kLatent + 8;
+
+  explicit Case(CaseShape s, std::uint32_t seed) : shape(std::move(s)) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    const auto b = shape.seq_lens.size();
+    starts.assign(1, 0);
+    for (const std::int32_t n : shape.query_lens) starts.push_back(starts.back() + n);
+    tokens = starts.back() + shape.unused_tokens;
+
+    std::int64_t used = 0;
+    for (const std::int32_t n : shape.seq_lens) {
+      const std::int64_t blocks = (n + shape.block_size - 1) / shape.block_size;
+      used += blocks;
+      table_width = std::max(table_width, blocks);
+    }
+    table_width += 3;
+    num_blocks = used + 5;
+    row_stride = kRow + shape.row_gap;
+    std::vector<std::int32_t> ids(num_blocks);
+    std::iota(ids.begin(), ids.end(), 0);
+    std::shuffle(ids.begin(), ids.end(), random);
+
+    constexpr std::int32_t kGarbage = 2147480000;
+    table.assign(b * table_width, kGarbage);
+    cache.assign(num_blocks * shape.block_size * row_stride, 0xffff);  // NaN in both types.
+    query.resize(std::size_t{1} * tokens * shape.heads * kRow);
+    for (auto& q : query) q = encode(shape.type, shape.spread * normal(random));
+    for (std::size_t i = starts.back() * std::size_t{1} * shape.heads * kRow; i < query.size(); ++i)
+      query[i] = 0xffff;
+    std::size_t next = 0;
+    for (std::size_t r = 0; r < b; ++r) {
+      for (std::int32_t k = 0; k < shape.seq_lens[r]; ++k) {
+        std::int32_t& id = table[r * table_width + k / shape.block_size];
+        if (k % shape.block_size == 0) id = ids[next++];
+        std::uint16_t* row = &cache[(id * shape.block_size + k % shape.block_size) * row_stride];
+        for (int d = 0; d < kRow; ++d) row[d] = encode(shape.type, normal(random));
+      }
+    }
+    upload();
+  }
+
+  void upload() {
+    d_query = DeviceArray<std::uint16_t>(query);
+    d_cache = DeviceArray<std::uint16_t>(cache);
+    d_starts = DeviceArray<std::int32_t>(starts);
+    d_lens = DeviceArray<std::int32_t>(shape.seq_lens);
+    d_table = DeviceArray<std::int32_t>(table);
+    const std::size_t out_elements = std::size_t{1} * tokens * shape.heads * kOutHead;
+    d_out = DeviceArray<std::uint8_t>(out_elements * (shape.out_type == ElementType::f32 ? 4 : 2));
+    d_lse = DeviceArray<float>(std::size_t{1} * tokens * shape.heads);
+    MlaDecodeParams& p = params;
+    p.num_requests = static_cast<std::int32_t>(shape.seq_lens.size());
+    p.num_tokens = tokens;
+    p.num_heads = shape.heads;
+    p.latent_dim = kLatent;
+    p.rope_dim = kRope;
+    for (const std::int32_t n : shape.query_lens) p.max_query_len = std::max(p.max_query_len, n);
+    p.query_start_loc = d_starts.data();
+    p.seq_lens = d_lens.data();
+    p.query_type = p.cache_type = shape.type;
+    p.q_latent = d_query.data();
+    p.q_pe = d_query.data() + kLatent;
+    p.q_latent_token_stride = p.q_pe_token_stride = std::int64_t{shape.heads} * kRow;
+    p.q_latent_head_stride = p.q_pe_head_stride = kRow;
+    p.cache = d_cache.data();
+    p.num_blocks = num_blocks;
+    p.block_size = shape.block_size;
+    p.cache_row_stride = row_stride;
+    p.cache_block_stride = row_stride * shape.block_size;
+    p.block_table = d_table.data();
+    p.block_table_stride = table_width;
+    p.out_type = shape.out_type;
+    p.out = d_out.data();
+    p.out_head_stride = kOutHead;
+    p.out_token_stride = kOutHead * shape.heads;
+    p.lse = shape.with_lse ? d_lse.data() : nullptr;
+    p.lse_head_stride = tokens;
+    p.lse_token_stride = 1;
+    p.sm_scale = 1.f / std::sqrt(192.f);
+    p.causal = shape.causal;
+  }
+};
+
+/// Outputs [T, N, 512] and lse [N, T] in float64.
+struct Reference {
+  std::vector<double> out, lse;
+};
+
+inline void reference_row(const Case& c, std::int32_t token, std::int32_t head, double* out,
+                          double& lse) {
+  const CaseShape& s = c.shape;
+  std::size_t r = 0;
+  while (r < s.seq_lens.size() && c.starts[r + 1] <= token) ++r;
+  std::fill_n(out, kLatent, 0.0);
+  lse = -INFINITY;
+  if (r == s.seq_lens.size()) return;
+  const std::int32_t visible =
+      s.causal ? s.seq_lens[r] - (c.starts[r + 1] - token) + 1 : s.seq_lens[r];
+  std::vector<double> q(kRow), score(std::max(visible, 0));
+  const std::size_t q_at = (std::size_t{1} * token * s.heads + head) * kRow;
+  for (int d = 0; d < kRow; ++d) q[d] = decode(s.type, c.query.data(), q_at + d);
+  const auto row_at = [&](std::int32_t k) {
+    const std::int64_t id = c.table[r * c.table_width + k / s.block_size];
+    return (id * s.block_size + k % s.block_size) * c.row_stride;
+  };
+  double max = -INFINITY;
+  for (std::int32_t k = 0; k < visible; ++k) {
+    double dot = 0;
+    const std::int64_t at = row_at(k);
+    for (int d = 0; d < kRow; ++d) dot += q[d] * decode(s.type, c.cache.data(), at + d);
+    score[k] = dot * static_cast<double>(c.params.sm_scale);
+    max = std::max(max, score[k]);
+  }
+  if (visible <= 0) return;
+  double sum = 0;
+  for (std::int32_t k = 0; k < visible; ++k) {
+    const double w = std::exp(score[k] - max);
+    sum += w;
+    const std::int64_t at = row_at(k);
+    for (int d = 0; d < kLatent; ++d) out[d] += w * decode(s.type, c.cache.data(), at + d);
+  }
+  for (int d = 0; d < kLatent; ++d) out[d] /= sum;
+  lse = max + std::log(sum);
+}
+
+inline Reference reference(const Case& c) {
+  Reference ref;
+  const std::int64_t rows = std::int64_t{c.tokens} * c.shape.heads;
+  ref.out.resize(rows * kLatent);
+  ref.lse.resize(rows);
+  std::vector<std::thread> threads;
+  const int workers = std::max(1u, std::thread::hardware_concurrency());
+  for (int w = 0; w < workers; ++w) {
+    threads.emplace_back([&, w] {
+      for (std::int64_t row = w; row < rows; row += workers) {
+        const auto token = static_cast<std::int32_t>(row / c.shape.heads);
+        const auto head = static_cast<std::int32_t>(row % c.shape.heads);
+        reference_row(c, token, head, &ref.out[row * kLatent],
+                      ref.lse[std::int64_t{head} * c.tokens + token]);
+      }
+    });
+  }
+  for (auto& t : threads) t.join();
+  return ref;
+}
+
+/// Compares what lies on the device with the reference; prints the worst element and returns false
+/// when it is too far off. Also sees gaps that were written.
+inline bool matches(const Case& c, const Reference& ref, const std::string& what) {
+  const std::vector<std::uint8_t> out = c.d_out.get();
+  const std::vector<float> lse = c.d_lse.get();
+  // Rounding of the output and of the probabilities; half a unit each, with room for their sum.
+  const double unit = c.shape.type == ElementType::bf16 ? 0x1p-8 : 0x1p-11;
+  double worst = 0;
+  std::int64_t worst_at = -1;
+  int bad_lse = 0, bad_gap = 0;
+  double worst_lse = 0;
+  const std::int64_t rows = std::int64_t{c.tokens} * c.shape.heads;
+  for (std::int64_t row = 0; row < rows; ++row) {
+    double norm = 0;
+    for (int d = 0; d < kLatent; ++d) {
+      norm += ref.out[row * kLatent + d] * ref.out[row * kLatent + d];
+    }
+    const double rms = std::sqrt(norm / kLatent);
+    for (int d = 0; d < kLatent; ++d) {
+      const double want = ref.out[row * kLatent + d];
+      const double got = decode(c.shape.out_type, out.data(), row * Case::kOutHead + d);
+      const double error = std::abs(got - want) / (unit * (2 * std::abs(want) + 2 * rms) + 1e-12);
+      if (!(error <= worst)) {
+        worst = std::isnan(error) ? INFINITY : error;
+        worst_at = row * kLatent + d;
+      }
+    }
+    const std::size_t bytes = c.shape.out_type == ElementType::f32 ? 4 : 2;
+    for (std::size_t i = (row * Case::kOutHead + kLatent) * bytes;
+         i < (row + 1) * Case::kOutHead * bytes; ++i) {
+      bad_gap += out[i] != 0xff;
+    }
+    const std::int64_t token = row / c.shape.heads, head = row % c.shape.heads;
+    const double want = ref.lse[head * c.tokens + token];
+    if (c.shape.with_lse) {
+      const double got = lse[head * c.tokens + token];
+      const double error = std::isinf(want) ? (got == want ? 0 : INFINITY)
+                                            : std::abs(got - want) / (1 + std::abs(want));
+      if (!(error <= 1e-5)) ++bad_lse;
+      if (!(error <= worst_lse)) worst_lse = error;
+    }
+  }
+  const bool good = worst <= 1 && bad_lse == 0 && bad_gap == 0;
+  if (!good) {
+    const std::int64_t row = worst_at / kLatent;
+    std::printf(
+        "FAIL %s: worst %.3g of tolerance at token %ld head %ld channel %ld: want %.6g got "
+        "%.6g; lse wrong %d (worst %.3g), gap bytes written %d\n",
+        what.c_str(), worst, row / c.shape.heads, row % c.shape.heads, worst_at % kLatent,
+        worst_at < 0 ? 0.0 : ref.out[worst_at],
+        worst_at < 0
+            ? 0.0
+            : decode(c.shape.out_type, out.data(), row * Case::kOutHead + worst_at % kLatent),
+        bad_lse, worst_lse, bad_gap);
+  }
+  return good;
+}
+
+}  // namespace fovea::cuda::test
