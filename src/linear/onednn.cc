@@ -81,8 +81,6 @@ class TeamSize {
 struct CallShape {
   std::int64_t tokens;
   int num_threads;
-  std::int64_t x_token_stride, x_head_stride;
-  std::int64_t out_token_stride, out_head_stride;
   bool operator==(const CallShape&) const = default;
 };
 
@@ -119,8 +117,20 @@ class CallCache {
   }
 
  private:
-  std::array<std::atomic<const Call*>, 48> slots_{};
+  std::array<std::atomic<const Call*>, 64> slots_{};
 };
+
+/// [T, N, D] row-major without gaps; the stride of a single row does not count.
+bool is_dense(const TensorView& view) {
+  const std::int64_t width = view.shape[2];
+  return (view.shape[1] == 1 || view.strides[1] == width) &&
+         (view.shape[0] == 1 || view.strides[0] == view.shape[1] * width);
+}
+
+void copy_rows(const ExecutionContext& ctx, const TensorView& from, const TensorView& to) {
+  ctx.pool->run(from.shape[0],
+                [&](std::int64_t row) { copy(from.select(0, row), to.select(0, row)); });
+}
 
 class OneDnnProduct final : public Product {
  public:
@@ -140,10 +150,18 @@ class OneDnnProduct final : public Product {
 
  private:
   bool converts() const { return compute_dtype_ != shape().dtype; }
-  Operands operands(const CallShape& call, const MemoryDesc& weight, DType dtype) const;
+  Operands operands(std::int64_t tokens, const MemoryDesc& weight, DType dtype) const;
   std::optional<dnnl::matmul::primitive_desc> describe_packing(DType dtype) const;
   std::unique_ptr<const Call> make_call(const CallShape& shape) const;
+  std::int64_t x_row_bytes() const {
+    return bytes_of(compute_dtype_, shape().heads * shape().depth);
+  }
+  std::int64_t out_row_bytes() const {
+    return bytes_of(compute_dtype_, shape().heads * shape().columns);
+  }
   void multiply(const ExecutionContext& ctx, const TensorView& x, const TensorView& out) const;
+  void multiply_block(const ExecutionContext& ctx, const TensorView& x,
+                      const TensorView& out) const;
 
   DType compute_dtype_;
   bool has_own_layout_ = false;
@@ -154,26 +172,25 @@ class OneDnnProduct final : public Product {
   mutable CallCache calls_;
 };
 
-/// x [T, K] and out [T, M] for one head, [N, T, K] and [N, T, M] for several.
-Operands OneDnnProduct::operands(const CallShape& call, const MemoryDesc& weight,
-                                 DType dtype) const {
+/// x [T, K] and out [T, M] for one head; [N, T, K] and [N, T, M] for several, where heads of a
+/// token lie side by side. Dense: for rows further apart oneDNN 2.6 has its reference loops only,
+/// which are a thousand times slower.
+Operands OneDnnProduct::operands(std::int64_t tokens, const MemoryDesc& weight, DType dtype) const {
   const ProductShape& s = shape();
   const auto type = to_onednn(dtype);
   const auto f32 = dnnl::memory::data_type::f32;
   if (s.heads == 1) {
-    return {{Dims{call.tokens, s.depth}, type, Dims{call.x_token_stride, 1}},
+    return {{Dims{tokens, s.depth}, type, Tag::ab},
             weight,
-            {Dims{1, s.columns}, f32, Dims{s.columns, 1}},
-            {Dims{call.tokens, s.columns}, type, Dims{call.out_token_stride, 1}},
+            {Dims{1, s.columns}, f32, Tag::ab},
+            {Dims{tokens, s.columns}, type, Tag::ab},
             s.has_bias};
   }
-  return {
-      {Dims{s.heads, call.tokens, s.depth}, type, Dims{call.x_head_stride, call.x_token_stride, 1}},
-      weight,
-      {},
-      {Dims{s.heads, call.tokens, s.columns}, type,
-       Dims{call.out_head_stride, call.out_token_stride, 1}},
-      false};
+  return {{Dims{s.heads, tokens, s.depth}, type, Tag::bac},
+          weight,
+          {},
+          {Dims{s.heads, tokens, s.columns}, type, Tag::bac},
+          false};
 }
 
 /// The layout that oneDNN prefers for the weights, found with a batch between decode and prefill.
@@ -182,9 +199,7 @@ std::optional<dnnl::matmul::primitive_desc> OneDnnProduct::describe_packing(DTyp
   const ProductShape& s = shape();
   const MemoryDesc any(s.heads == 1 ? Dims{s.depth, s.columns} : Dims{s.heads, s.depth, s.columns},
                        to_onednn(dtype), Tag::any);
-  const CallShape call{kTokens, omp_get_max_threads(), s.heads * s.depth,
-                       s.depth, s.heads * s.columns,   s.columns};
-  return make_descriptor(operands(call, any, dtype));
+  return make_descriptor(operands(kTokens, any, dtype));
 }
 
 OneDnnProduct::OneDnnProduct(const ProductShape& shape)
@@ -224,50 +239,65 @@ void OneDnnProduct::load(const TensorView& weight, const TensorView& bias) {
 }
 
 std::int64_t OneDnnProduct::workspace_bytes(std::int64_t tokens) const {
-  if (!converts() || tokens == 0) return 0;
-  const ProductShape& s = shape();
-  const std::int64_t x_bytes = s.heads * s.depth * std::int64_t{sizeof(float)};
-  const std::int64_t out_bytes = s.heads * s.columns * std::int64_t{sizeof(float)};
-  const std::int64_t rows = scratch_rows(x_bytes + out_bytes, tokens);
-  return Workspace::rounded(rows * x_bytes) + Workspace::rounded(rows * out_bytes);
+  if (tokens == 0) return 0;
+  const std::int64_t rows = scratch_rows(x_row_bytes() + out_row_bytes(), tokens);
+  return Workspace::rounded(rows * x_row_bytes()) + Workspace::rounded(rows * out_row_bytes());
 }
 
+/// Operands that are not dense or of another dtype go through scratch, a block of rows at a time.
 void OneDnnProduct::run(const ExecutionContext& ctx, const TensorView& x,
                         const TensorView& out) const {
-  if (!converts()) return multiply(ctx, x, out);
   const ProductShape& s = shape();
   const std::int64_t tokens = x.shape[0];
-  const std::int64_t rows =
-      scratch_rows(s.heads * (s.depth + s.columns) * std::int64_t{sizeof(float)}, tokens);
+  const std::int64_t scratch = scratch_rows(x_row_bytes() + out_row_bytes(), tokens);
+  // Taken whatever the operands are, so that the scratch is known from the tokens alone.
   WorkspaceScope scope(*ctx.workspace);
-  const TensorView wide_x = scope.take(DType::f32, {rows, s.heads, s.depth});
-  const TensorView wide_out = scope.take(DType::f32, {rows, s.heads, s.columns});
+  const TensorView scratch_x = scope.take(compute_dtype_, {scratch, s.heads, s.depth});
+  const TensorView scratch_out = scope.take(compute_dtype_, {scratch, s.heads, s.columns});
+  const bool copies_x = converts() || !is_dense(x);
+  const bool copies_out = converts() || !is_dense(out);
+  const std::int64_t rows = copies_x || copies_out ? scratch : tokens;
   for (std::int64_t begin = 0; begin < tokens; begin += rows) {
     const std::int64_t end = std::min(begin + rows, tokens);
     const TensorView x_rows = x.slice(0, begin, end), out_rows = out.slice(0, begin, end);
-    const TensorView x_f32 = wide_x.slice(0, 0, end - begin);
-    const TensorView out_f32 = wide_out.slice(0, 0, end - begin);
-    ctx.pool->run(end - begin,
-                  [&](std::int64_t row) { copy(x_rows.select(0, row), x_f32.select(0, row)); });
-    multiply(ctx, x_f32, out_f32);
-    ctx.pool->run(end - begin,
-                  [&](std::int64_t row) { copy(out_f32.select(0, row), out_rows.select(0, row)); });
+    const TensorView dense_x = copies_x ? scratch_x.slice(0, 0, end - begin) : x_rows;
+    const TensorView dense_out = copies_out ? scratch_out.slice(0, 0, end - begin) : out_rows;
+    if (copies_x) copy_rows(ctx, x_rows, dense_x);
+    multiply(ctx, dense_x, dense_out);
+    if (copies_out) copy_rows(ctx, dense_out, out_rows);
+  }
+}
+
+/// In blocks of a few row counts. oneDNN 2.6 multiplies 61 rows of bf16 ten times slower than 64:
+/// it cuts rows evenly or not at all. And a primitive is made once for each row count.
+void OneDnnProduct::multiply(const ExecutionContext& ctx, const TensorView& x,
+                             const TensorView& out) const {
+  const std::int64_t tokens = x.shape[0];
+  if (compute_dtype_ == DType::f32) return multiply_block(ctx, x, out);
+  constexpr std::int64_t kMostRows = 512, kRows = 64;
+  for (std::int64_t begin = 0; begin < tokens;) {
+    const std::int64_t left = tokens - begin;
+    const std::int64_t rows = left >= kRows ? std::min(left / kRows * kRows, kMostRows)
+                              : left >= 32  ? 32
+                              : left >= 16  ? 16
+                                            : left;
+    multiply_block(ctx, x.slice(0, begin, begin + rows), out.slice(0, begin, begin + rows));
+    begin += rows;
   }
 }
 
 std::unique_ptr<const Call> OneDnnProduct::make_call(const CallShape& call_shape) const {
-  const Operands o = operands(call_shape, weight_desc_, compute_dtype_);
+  const Operands o = operands(call_shape.tokens, weight_desc_, compute_dtype_);
   const auto descriptor = make_descriptor(o);
   FOVEA_CHECK(descriptor.has_value(), unsupported, "oneDNN has no matmul for {} rows of [{}, {}]",
               call_shape.tokens, shape().depth, shape().columns);
   return std::make_unique<const Call>(Call{call_shape, o.x, o.out, dnnl::matmul(*descriptor)});
 }
 
-void OneDnnProduct::multiply(const ExecutionContext& ctx, const TensorView& x,
-                             const TensorView& out) const {
+void OneDnnProduct::multiply_block(const ExecutionContext& ctx, const TensorView& x,
+                                   const TensorView& out) const {
   const TeamSize team(ctx.pool->num_threads());
-  const CallShape call_shape{x.shape[0],   ctx.pool->num_threads(), x.strides[0],
-                             x.strides[1], out.strides[0],          out.strides[1]};
+  const CallShape call_shape{x.shape[0], ctx.pool->num_threads()};
   std::unique_ptr<const Call> made;
   const Call* call = calls_.find(call_shape);
   if (call == nullptr) {
