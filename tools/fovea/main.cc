@@ -1,5 +1,6 @@
 // fovea: serve, time, check and explain attention from the command line.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <CLI/CLI.hpp>
 #include <cstdio>
@@ -43,6 +44,12 @@ int main(int argc, char** argv) {
     app.parse(argc, argv);
   } catch (const CLI::Success& help) {
     return app.exit(help);
+  } catch (const CLI::RequiredError&) {
+    std::vector<const char*> names;
+    for (const Entry& entry : kEntries) names.push_back(entry.name);
+    const std::string message = fmt::format("subcommand: was '{}', must be one of {}",
+                                            argc > 1 ? argv[1] : "", fmt::join(names, ", "));
+    return complain(message.c_str(), kExitUsage);
   } catch (const CLI::ParseError& error) {
     return complain(error.what(), kExitUsage);
   } catch (const Error& error) {

@@ -17,6 +17,8 @@ namespace {
 // Ten times a second looks alive and costs nothing; a log wants far fewer lines.
 constexpr std::chrono::milliseconds kRedraw{100};
 constexpr std::chrono::seconds kLine{5};
+/// A step may read two thousand tokens of a prompt, or one token each of a few answers.
+constexpr double kRateMemorySeconds = 3;
 
 bool can_redraw() {
   const char* term = std::getenv("TERM");
@@ -32,14 +34,13 @@ double fraction_of(const ServeProgress& progress) {
 
 Progress::Progress() : is_terminal_(can_redraw()) {}
 
-std::string Progress::describe(const ServeProgress& progress, double elapsed_s) {
-  std::string text = fmt::format("{}/{} requests, {}/{} tokens", progress.requests_done,
-                                 progress.requests, progress.tokens_done, progress.tokens);
-  if (progress.tokens_done == 0 || elapsed_s <= 0) return text;
-  const double rate = static_cast<double>(progress.tokens_done) / elapsed_s;
+std::string Progress::describe(const ServeProgress& progress, double tokens_per_s) {
+  const std::string text = fmt::format("{}/{} requests, {}/{} tokens", progress.requests_done,
+                                       progress.requests, progress.tokens_done, progress.tokens);
+  if (tokens_per_s <= 0) return text;
   const auto left = static_cast<double>(progress.tokens - progress.tokens_done);
-  return text + fmt::format(", {} tokens/s, {} left", format_number(rate),
-                            format_duration(std::max(0.0, left / rate)));
+  return text + fmt::format(", {} tokens/s, {} left", format_number(tokens_per_s),
+                            format_duration(std::max(0.0, left / tokens_per_s)));
 }
 
 std::string Progress::bar(double fraction, int width) {
@@ -47,11 +48,23 @@ std::string Progress::bar(double fraction, int width) {
   return fmt::format("[{:#<{}}{:-<{}}]", "", filled, "", width - filled);
 }
 
+void Progress::update_rate(Clock::time_point now, std::int64_t tokens_done) {
+  const double elapsed = std::chrono::duration<double>(now - counted_).count();
+  // Preempted requests take tokens back.
+  const auto tokens = static_cast<double>(std::max<std::int64_t>(0, tokens_done - tokens_counted_));
+  if (elapsed <= 0) return;
+  const double weight = tokens_per_s_ > 0 ? 1 - std::exp(-elapsed / kRateMemorySeconds) : 1.0;
+  tokens_per_s_ += weight * (tokens / elapsed - tokens_per_s_);
+  counted_ = now;
+  tokens_counted_ = tokens_done;
+}
+
 void Progress::update(const ServeProgress& progress) {
   const Clock::time_point now = Clock::now();
-  if (is_terminal_ ? now - last_ < kRedraw : now - last_ < kLine) return;
-  last_ = now;
-  const std::string text = describe(progress, std::chrono::duration<double>(now - start_).count());
+  update_rate(now, progress.tokens_done);
+  if (is_terminal_ ? now - shown_ < kRedraw : now - shown_ < kLine) return;
+  shown_ = now;
+  const std::string text = describe(progress, tokens_per_s_);
   if (is_terminal_) {
     // \x1b[K erases what a longer line left.
     fmt::print(stderr, "\r{} {}\x1b[K", bar(fraction_of(progress), 24), text);

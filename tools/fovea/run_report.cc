@@ -108,6 +108,7 @@ nlohmann::ordered_json serve_json(const ServeReport& report) {
 }
 
 std::string verify_text(const VerifyReport& report) {
+  if (report.rows == 0) return "NOT VERIFIED: no row was served that could be checked\n";
   std::string text =
       fmt::format("{}: {} rows against float64, worst error {} of the row's norm, limit {}\n",
                   report.passed() ? "verified" : "VERIFICATION FAILED", report.rows,

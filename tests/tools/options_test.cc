@@ -1,0 +1,92 @@
+// What the program refuses, and how it says so.
+#include "tools/tool.h"
+
+namespace fovea::test {
+namespace {
+
+struct Refusal {
+  std::vector<std::string> arguments;
+  std::vector<std::string> mentioned;
+};
+
+void PrintTo(const Refusal& refusal, std::ostream* stream) {
+  *stream << "fovea";
+  for (const std::string& argument : refusal.arguments) *stream << " '" << argument << "'";
+}
+
+class RefusedOptions : public ::testing::TestWithParam<Refusal> {};
+
+TEST_P(RefusedOptions, SayInOneLineWhatTheyWereAndMustBe) {
+  const ToolResult result = run_tool(GetParam().arguments);
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_EQ(result.out, "");
+  EXPECT_TRUE(result.err.starts_with("fovea: error: ")) << result.err;
+  EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
+  for (const std::string& text : GetParam().mentioned) {
+    EXPECT_NE(result.err.find(text), std::string::npos) << "no '" << text << "' in " << result.err;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Run, RefusedOptions,
+    ::testing::Values(
+        Refusal{{"run", "--layers", "0"}, {"--layers", "was '0'", "an integer from 1"}},
+        Refusal{{"run", "--layers", "two"}, {"--layers", "was 'two'", "an integer from 1"}},
+        Refusal{{"run", "--requests", "-3"}, {"--requests", "was '-3'", "from 1"}},
+        Refusal{{"run", "--block-size", "0"}, {"--block-size", "was '0'", "from 1"}},
+        Refusal{{"run", "--block-size", "16k"}, {"--block-size", "was '16k'", "an integer"}},
+        Refusal{{"run", "--num-blocks", "0"}, {"--num-blocks", "was '0'", "from 1"}},
+        Refusal{{"run", "--max-num-seqs", "99999999999"}, {"--max-num-seqs", "to 2147483647"}},
+        Refusal{{"run", "--workspace-rows", "0"}, {"--workspace-rows", "was '0'", "from 1"}},
+        Refusal{{"run", "--token-budget", "1.5"}, {"--token-budget", "was '1.5'", "an integer"}},
+        Refusal{{"run", "--threads", "0"}, {"--threads", "was '0'", "from 1 to 4096"}},
+        Refusal{{"run", "--seed", "-1"}, {"--seed", "was '-1'", "from 0"}},
+        Refusal{{"run", "--arrivals", "x5"}, {"--arrivals", "was 'x5'", "real, x10, none"}},
+        Refusal{{"run", "--dtype", "f64"}, {"--dtype", "was 'f64'", "f32, f16, bf16"}},
+        Refusal{{"run", "--backend", "gpu"}, {"--backend", "was 'gpu'", "cpu, reference"}},
+        Refusal{{"run", "--context-plan", "even"}, {"--context-plan", "packed, equal"}},
+        Refusal{{"run", "--prefix-reuse", "yes"}, {"--prefix-reuse", "was 'yes'", "on, off"}},
+        Refusal{{"run", "--workload", "/no/such/file"},
+                {"--workload", "was '/no/such/file'", "a file that exists"}},
+        Refusal{{"run", "--json", "/no/such/folder/x.json"},
+                {"--json", "a file in a directory that exists"}},
+        Refusal{{"run", "--dump", ""}, {"--dump"}}, Refusal{{"run", "--model", ""}, {"--model"}},
+        Refusal{{"run", "--no-such-option"}, {"--no-such-option"}}));
+
+INSTANTIATE_TEST_SUITE_P(
+    Others, RefusedOptions,
+    ::testing::Values(
+        Refusal{{}, {"subcommand", "run, bench"}},
+        Refusal{{"serve"}, {"subcommand", "was 'serve'", "run, bench"}},
+        Refusal{{"check", "--seconds", "0"}, {"--seconds", "was '0'", "from 1"}},
+        Refusal{{"check", "--case", "rope f32", "--seconds", "1"}, {"--case", "--seconds"}},
+        Refusal{{"check", "--case", "rope"}, {"an op and a dtype"}},
+        Refusal{{"check", "--case", "rope i8"}, {"was i8", "f32, f16 or bf16"}},
+        Refusal{{"bench", "--suite", "/no/such/suite"}, {"--suite", "attention, rows"}},
+        Refusal{{"bench", "--seconds", "soon"}, {"--seconds", "was 'soon'"}},
+        Refusal{{"plan"}, {"--query-lens", "was empty"}},
+        Refusal{{"plan", "--query-lens", "1,2", "--context-lens", "1"},
+                {"--context-lens", "has 1 lengths"}},
+        Refusal{{"plan", "--query-lens", "1,-2", "--context-lens", "1,1"},
+                {"--query-lens", "was '-2'"}},
+        Refusal{{"plan", "--query-lens", "2147483647", "--context-lens", "1"},
+                {"2147483647", "at most"}},
+        Refusal{{"plan", "--query-lens", "9", "--context-lens", "9", "--block-size", "64",
+                 "--workspace-rows", "10"},
+                {"workspace_rows", "10"}}));
+
+TEST(Options, HelpAndVersionAreNoErrors) {
+  const ToolResult help = run_tool({"--help"});
+  EXPECT_EQ(help.exit_code, 0);
+  for (const char* subcommand : {"run", "bench", "check", "plan", "info"}) {
+    EXPECT_NE(help.out.find(subcommand), std::string::npos) << subcommand;
+  }
+  EXPECT_EQ(run_tool({"--version"}).out, "fovea " FOVEA_VERSION "\n");
+  const ToolResult run_help = run_tool({"run", "--help"});
+  EXPECT_EQ(run_help.exit_code, 0);
+  EXPECT_NE(run_help.out.find("--token-budget"), std::string::npos);
+  EXPECT_NE(run_help.out.find("2048"), std::string::npos) << "the default is not shown";
+}
+
+}  // namespace
+}  // namespace fovea::test

@@ -1,0 +1,138 @@
+// fovea run, from a checkpoint and a workload file to its report.
+#include <filesystem>
+
+#include "support/tiny_model.h"
+#include "tools/tool.h"
+
+namespace fovea::test {
+namespace {
+
+class Run : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    std::filesystem::create_directory(model());
+    write_tiny_model(model(), {});
+    workload_ = directory_.write("workload.jsonl",
+                                 "{\"prompt_tokens\": 40, \"answer_tokens\": 6}\n"
+                                 "{\"prompt_tokens\": 1, \"answer_tokens\": 3}\n"
+                                 "{\"prompt_tokens\": 90, \"answer_tokens\": 4}\n");
+  }
+  std::string model() const { return directory_.path() + "/model"; }
+  std::string report_path() const { return directory_.path() + "/report.json"; }
+  std::vector<std::string> arguments(const std::vector<std::string>& more) const {
+    std::vector<std::string> all = {"run",     "--model", model(),      "--workload",
+                                    workload_, "--json",  report_path()};
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  }
+  json report() const { return json::parse(read_file(report_path())); }
+
+  TempDir directory_;
+  std::string workload_;
+};
+
+TEST_F(Run, ServesVerifiesAndReports) {
+  const ToolResult result = run_tool(arguments({"--verify", "--dtype", "f32"}));
+  ASSERT_EQ(result.exit_code, 0) << result.out << result.err;
+  for (const char* text :
+       {"attention without MLP", "deepseek_v3", "time to first token", "prefill", "GFLOP/s",
+        "prefix hits", "preemptions", "3 finished, 0 refused", "verified: "}) {
+    EXPECT_NE(result.out.find(text), std::string::npos) << text << " is not in\n" << result.out;
+  }
+  const json report = this->report();
+  EXPECT_EQ(report.at("requests").at("finished"), 3);
+  EXPECT_EQ(report.at("requests").at("refused"), 0);
+  EXPECT_EQ(report.at("tokens").at("answer"), 13);
+  EXPECT_GT(report.at("verify").at("rows"), 0);
+  EXPECT_LE(report.at("verify").at("worst_relative_error"), 1e-4);
+  EXPECT_EQ(report.at("verify").at("limit"), 1e-4);
+  EXPECT_GT(report.at("decode").at("step_ms").at("p50"), 0);
+  EXPECT_EQ(report.at("options").at("layers"), 2);
+  EXPECT_EQ(report.at("options").at("requests"), 3);
+  EXPECT_EQ(report.at("interrupted"), false);
+  for (const char* key : {"version", "machine", "prefill", "gflops_per_s", "blocks",
+                          "prefix_hit_tokens", "preemptions", "cache_bytes", "workspace"}) {
+    EXPECT_TRUE(report.contains(key)) << key;
+  }
+}
+
+TEST_F(Run, HonoursItsOptions) {
+  const ToolResult result = run_tool(
+      arguments({"--layers",       "1",         "--requests",       "2",  "--seed",         "5",
+                 "--dtype",        "bf16",      "--block-size",     "3",  "--num-blocks",   "40",
+                 "--max-num-seqs", "1",         "--workspace-rows", "12", "--context-plan", "equal",
+                 "--prefix-reuse", "off",       "--token-budget",   "16", "--threads",      "1",
+                 "--backend",      "reference", "--arrivals",       "x10"}));
+  ASSERT_EQ(result.exit_code, 0) << result.out << result.err;
+  const json report = this->report();
+  const json expected = json::parse(
+      R"({"layers": 1, "requests": 2, "seed": 5, "dtype": "bf16", "block-size": 3,
+          "num-blocks": 40, "max-num-seqs": 1, "workspace-rows": 12, "context-plan": "equal",
+          "prefix-reuse": "off", "token-budget": 16, "threads": 1, "backend": "reference",
+          "arrivals": "x10", "verify": false, "compare": false})");
+  for (const auto& [key, value] : expected.items()) {
+    EXPECT_EQ(report.at("options").at(key), value) << key;
+  }
+  EXPECT_EQ(report.at("requests").at("finished"), 2);
+  EXPECT_EQ(report.at("blocks").at("all"), 40);
+  EXPECT_LE(report.at("workspace").at("peak_context_rows"), 12);
+  EXPECT_GT(report.at("workspace").at("peak_context_rows"), 0);
+  EXPECT_FALSE(report.contains("verify"));
+  EXPECT_FALSE(report.contains("compare"));
+  EXPECT_EQ(report.at("machine").at("backend"), "reference");
+}
+
+TEST_F(Run, WritesAFilePerRequest) {
+  const std::string dump = directory_.path() + "/dump";
+  ASSERT_EQ(run_tool(arguments({"--dump", dump})).exit_code, 0);
+  for (const char* name : {"request-000000", "request-000001", "request-000002"}) {
+    EXPECT_TRUE(std::filesystem::is_regular_file(dump + "/" + name + ".safetensors")) << name;
+  }
+}
+
+TEST_F(Run, SaysWhyItRefusesARequest) {
+  // 90 prompt tokens in blocks of 16 do not fit into 3 of them.
+  const ToolResult result = run_tool(arguments({"--num-blocks", "3"}));
+  ASSERT_EQ(result.exit_code, 0) << result.out << result.err;
+  EXPECT_NE(result.out.find("2 finished, 1 refused"), std::string::npos) << result.out;
+  EXPECT_NE(result.out.find("request 2 refused: "), std::string::npos) << result.out;
+  const json report = this->report();
+  EXPECT_EQ(report.at("requests").at("refused"), 1);
+  EXPECT_EQ(report.at("requests").at("refusals").at(0).at("request"), 2);
+  EXPECT_NE(report.at("requests").at("refusals").at(0).at("reason"), "");
+}
+
+TEST_F(Run, NamesTheModelOrFileThatIsWrong) {
+  const ToolResult unknown = run_tool({"run", "--model", "no-such-model"});
+  EXPECT_NE(unknown.exit_code, 0);
+  EXPECT_TRUE(unknown.err.starts_with("fovea: error: ")) << unknown.err;
+  EXPECT_TRUE(mentions(unknown.err, {"no-such-model"}));
+
+  workload_ = directory_.write("broken.jsonl", "{\"prompt_tokens\": 4}\n");
+  const ToolResult broken = run_tool(arguments({}));
+  EXPECT_EQ(broken.exit_code, 1);
+  EXPECT_TRUE(mentions(broken.err, {"fovea: error: ", "broken.jsonl", "answer_tokens"}));
+}
+
+TEST_F(Run, AnInterruptEndsItWithTheSummarySoFar) {
+  // Far more than is served before the signal; one request at a time, so that some finish.
+  std::string lines;
+  for (int i = 0; i < 20000; ++i) lines += "{\"prompt_tokens\": 100, \"answer_tokens\": 100}\n";
+  workload_ = directory_.write("long.jsonl", lines);
+  Tool tool(arguments({"--max-num-seqs", "1", "--verify", "--dtype", "f32"}));
+  for (int i = 0; i < 500 && tool.out_so_far().find("workload") == std::string::npos; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  tool.signal(SIGINT);
+  const ToolResult result = tool.wait();
+  EXPECT_EQ(result.exit_code, 130) << result.err;
+  EXPECT_NE(result.out.find("time to first token"), std::string::npos) << result.out;
+  EXPECT_NE(result.out.find("interrupted"), std::string::npos) << result.out;
+  const json report = this->report();
+  EXPECT_EQ(report.at("interrupted"), true);
+  EXPECT_GT(report.at("requests").at("unfinished"), 0);
+}
+
+}  // namespace
+}  // namespace fovea::test

@@ -1,0 +1,109 @@
+// check, bench, plan and info.
+#include <fstream>
+
+#include "tools/tool.h"
+
+namespace fovea::test {
+namespace {
+
+TEST(Plan, MatchesTheGolden) {
+  const ToolResult result = run_tool(
+      {"plan", "--query-lens", "300,1,7,1", "--context-lens", "5000,9,0,30", "--workspace-rows",
+       "2048", "--block-size", "16", "--workers", "2", "--kv-tile", "64", "--query-tile", "64"});
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_EQ(result.out, read_file(FOVEA_TEST_DATA "/plan.golden.txt"));
+}
+
+TEST(Plan, ReadsABatchFromAFileAndPrintsJson) {
+  const TempDir directory;
+  const std::string batch =
+      directory.write("batch.json", R"({"query_lens": [4, 1], "context_lens": [0, 8]})");
+  const ToolResult result = run_tool({"plan", "--batch", batch, "--json"});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  const json plan = json::parse(result.out);
+  EXPECT_EQ(plan.at("order"), (std::vector<int>{1, 0})) << "the decode comes first";
+  EXPECT_TRUE(plan.at("plan").is_object());
+
+  const std::string broken = directory.write("broken.json", R"({"query_lens": [4, 1]})");
+  const ToolResult refused = run_tool({"plan", "--batch", broken});
+  EXPECT_EQ(refused.exit_code, 1);
+  EXPECT_TRUE(mentions(refused.err, {"broken.json", "context_lens"}));
+}
+
+TEST(Info, ListsTheMachineEveryOpAndEveryPreset) {
+  const TempDir directory;
+  const std::string path = directory.path() + "/info.json";
+  const ToolResult result =
+      run_tool({"info", "--backend", "reference", "--threads", "3", "--json", path});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  const json info = json::parse(read_file(path));
+  EXPECT_EQ(info.at("version"), FOVEA_VERSION);
+  EXPECT_EQ(info.at("machine").at("threads"), 3);
+  EXPECT_EQ(info.at("machine").at("backend"), "reference");
+  for (const char* dtype : {"f32", "f16", "bf16"}) {
+    for (const char* op : {"rms_norm", "rope", "kv_append", "kv_gather", "attention_prefill",
+                           "mla_decode", "merge_state"}) {
+      EXPECT_TRUE(info.at("ops").at(dtype).at(op).contains("takes")) << op << " " << dtype;
+      EXPECT_NE(result.out.find(op), std::string::npos) << op;
+    }
+    EXPECT_TRUE(info.at("linear").contains(dtype));
+  }
+  bool has_v2_lite = false;
+  for (const json& preset : info.at("presets")) {
+    if (preset.at("name") != "deepseek-v2-lite") continue;
+    has_v2_lite = true;
+    EXPECT_EQ(preset.at("latent_bytes_per_token"), (512 + 64) * 2);
+    EXPECT_EQ(preset.at("expanded_bytes_per_token"), 16 * (192 + 128) * 2);
+  }
+  EXPECT_TRUE(has_v2_lite);
+  EXPECT_EQ(info.at("presets").size(), 6u);
+}
+
+TEST(Check, PassesHereAndCountsEveryOp) {
+  const ToolResult result = run_tool({"check", "--seconds", "4", "--seed", "7"});
+  EXPECT_EQ(result.exit_code, 0) << result.out << result.err;
+  EXPECT_NE(result.out.find("reference/scalar"), std::string::npos);
+  EXPECT_NE(result.out.find("cpu/scalar"), std::string::npos);
+  EXPECT_NE(result.out.find(" 0 failed"), std::string::npos);
+}
+
+TEST(Check, RunsOneCaseAndReportsOneThatCannotRun) {
+  const ToolResult good = run_tool({"check", "--case", "mla_decode bf16 heads=3 kv=70,5 q=2"});
+  EXPECT_EQ(good.exit_code, 0) << good.out;
+  EXPECT_NE(good.out.find("1 cases, 0 failed"), std::string::npos) << good.out;
+
+  const ToolResult odd = run_tool({"check", "--case", "rope f32 dim=7", "--backend", "reference"});
+  EXPECT_EQ(odd.exit_code, 1);
+  EXPECT_TRUE(mentions(odd.out, {"FAILED", "FOVEA_ISA=scalar fovea check --backend reference",
+                                 "--case \"rope f32 dim=7\"", "1 cases, 1 failed"}));
+}
+
+TEST(Bench, TimesCasesOfAFileAgainstMeasuredLimits) {
+  const TempDir directory;
+  const std::string suite = directory.write(
+      "tiny.txt", "# two\nrms_norm f32 tokens=4 dim=8\n\nmla_decode f32 heads=2 kv=64\n");
+  const std::string path = directory.path() + "/bench.json";
+  const ToolResult result =
+      run_tool({"bench", "--suite", suite, "--seconds", "0.02", "--json", path});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  const json bench = json::parse(read_file(path));
+  EXPECT_GT(bench.at("peaks").at("f32_fma_gflops_per_s"), 0);
+  EXPECT_GT(bench.at("peaks").at("read_gbytes_per_s"), 0);
+  ASSERT_EQ(bench.at("cases").size(), 2u);
+  const json& decode = bench.at("cases").at(1);
+  EXPECT_EQ(decode.at("case"), "mla_decode f32 heads=2 kv=64");
+  EXPECT_EQ(decode.at("flops"), 2.0 * 2 * 64 * (576 + 512));
+  EXPECT_GT(decode.at("median_ms"), 0);
+  EXPECT_GT(decode.at("percent_of_limit"), 0);
+}
+
+TEST(Bench, FailsBelowTheRequiredPercent) {
+  const ToolResult result = run_tool({"bench", "--case", "rms_norm f32 tokens=1 dim=8", "--seconds",
+                                      "0.02", "--require-percent", "1000"});
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_NE(result.out.find("below 1000 % of its limit: rms_norm"), std::string::npos)
+      << result.out;
+}
+
+}  // namespace
+}  // namespace fovea::test
