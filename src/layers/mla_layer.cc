@@ -77,14 +77,14 @@ TensorView flat(const TensorView& positions) {
 
 }  // namespace
 
-/// Rows of a step; decodes first.
-struct StepRows {
-  std::int64_t tokens = 0;   ///< Ta, padding excluded.
-  std::int64_t decodes = 0;  ///< Td
-  std::int64_t prefills() const { return tokens - decodes; }
-};
-
 struct MlaLayer::State {
+  /// Rows of a step; decodes first.
+  struct StepRows {
+    std::int64_t tokens = 0;   ///< Ta, padding excluded.
+    std::int64_t decodes = 0;  ///< Td
+    std::int64_t prefills() const { return tokens - decodes; }
+  };
+
   State(const MlaDims& dims, const MlaWeights& weights,
         std::shared_ptr<const RotaryEmbedding> rotary, const MlaOptions& options);
 
@@ -277,7 +277,7 @@ void MlaLayer::operator()(const OpContext& ctx, const TensorView& hidden, const 
   FOVEA_CHECK(needed <= left, resource_exhausted,
               "workspace has {} bytes left, but the step needs {}: reserve workspace_bytes", left,
               needed);
-  const StepRows rows{step.plan->num_actual_tokens, step.plan->split.num_decode_tokens};
+  const State::StepRows rows{step.plan->num_actual_tokens, step.plan->split.num_decode_tokens};
   WorkspaceScope scope(*ctx.workspace);
   const State::Projected p = s.take(scope, rows);
   s.project(ctx, hidden.slice(0, 0, rows.tokens), rows, p);
@@ -309,7 +309,7 @@ std::int64_t MlaLayer::workspace_bytes(const OpContext& ctx, const MlaLimits& li
   const std::int64_t decodes =
       std::min(limits.max_tokens, limits.max_num_seqs * limits.max_decode_query_len);
   // Rows are decodes or prefills, and with full absorption either kind may be the larger.
-  const StepRows no_decodes{limits.max_tokens, 0}, most_decodes{limits.max_tokens, decodes};
+  const State::StepRows no_decodes{limits.max_tokens, 0}, most_decodes{limits.max_tokens, decodes};
   // A mixture may be rounded up at each of five takes where these two are not.
   constexpr std::int64_t kRounding = 5 * Workspace::kAlignment;
   return std::max(state_->projected_bytes(no_decodes), state_->projected_bytes(most_decodes)) +
