@@ -153,6 +153,33 @@ TEST(MlaLayer, NothingIsRotatedWithoutARotary) {
   serve_mixed(world);
 }
 
+TEST(MlaLayer, BothPairingsAndYarn) {
+  for (RopePairing pairing : {RopePairing::neox, RopePairing::interleaved}) {
+    WorldOptions options;
+    options.pairing = pairing;
+    World plain(options, kMixedLengths);
+    serve_mixed(plain);
+    // Amplitude and softmax scale both differ from 1.
+    options.yarn = YarnScaling{.factor = 40,
+                               .original_max_position = 64,
+                               .beta_fast = 4,
+                               .beta_slow = 1,
+                               .mscale = 1,
+                               .mscale_all_dim = 0.5};
+    World scaled(options, kMixedLengths);
+    serve_mixed(scaled);
+  }
+}
+
+TEST(MlaLayer, AsManyTokensAsHeads) {
+  // [N, T] and [T, N] have one shape here.
+  World world({}, {20, 12, 8});
+  world.run({{0, 4}});
+  world.run({{0, 4}});
+  world.run({{1, 4}, {2, 4}, {0, 4}});
+  world.run({{0, 2}, {1, 2}});
+}
+
 TEST(MlaLayer, PositionsOfTwoDimensions) {
   WorldOptions options;
   options.two_dim_positions = true;

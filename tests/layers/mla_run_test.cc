@@ -112,7 +112,9 @@ TEST(MlaRun, LimitsCoverDecodesCutForManyWorkers) {
       most_partials = std::max(most_partials, plan.decode.num_partials());
       ASSERT_LE(world.layer().workspace_bytes(world.context(), plan), bound) << plan.to_text();
     }
-    if (threads > 2) EXPECT_GT(most_partials, threads);
+    if (threads > 2) {
+      EXPECT_GT(most_partials, threads);
+    }
   }
 }
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -38,6 +39,8 @@ struct WorldOptions {
   std::int64_t padding_rows = 2;
   bool two_dim_positions = false;
   bool rotates = true;
+  RopePairing pairing = RopePairing::interleaved;
+  std::optional<YarnScaling> yarn = {};  ///< Its mscale^2 goes into the softmax scale.
   int threads = 2;
   std::uint64_t block_seed = 1;  ///< Which blocks the sequences get.
 };
@@ -60,15 +63,14 @@ class World {
   World(const WorldOptions& options, std::vector<std::int32_t> lengths, std::uint64_t seed = 1)
       : options_(options),
         weights_(options.shape, options.dtype, seed, options.order),
-        rotary_(options.rotates ? std::make_shared<const RotaryEmbedding>(
-                                      RopeConfig{.dim = options.shape.rope, .max_position = 4096})
-                                : nullptr),
+        rotary_(make_rotary(options)),
         runtime_({.backend = options.backend, .num_threads = options.threads}),
-        layer_(options.shape.dims(), weights_.views(), rotary_,
+        layer_(dims_of(options), weights_.views(), rotary_,
                {.absorption = options.absorption, .linear = options.linear}),
         lengths_(std::move(lengths)),
         done_(lengths_.size(), 0),
         outputs_(lengths_.size()) {
+    set_oracle_rotary();
     make_sequences(seed);
     make_cache();
   }
@@ -199,6 +201,40 @@ class World {
   }
 
  private:
+  static MlaDims dims_of(const WorldOptions& options) {
+    MlaDims dims = options.shape.dims();
+    if (options.yarn) {
+      const double mscale = yarn_mscale(options.yarn->factor, options.yarn->mscale_all_dim);
+      dims.sm_scale *= static_cast<float>(mscale * mscale);
+    }
+    return dims;
+  }
+  static std::shared_ptr<const RotaryEmbedding> make_rotary(const WorldOptions& options) {
+    if (!options.rotates) return nullptr;
+    RopeConfig config;
+    config.dim = options.shape.rope;
+    config.max_position = 4096;
+    config.pairing = options.pairing;
+    if (options.yarn) config.scaling = *options.yarn;
+    return std::make_shared<const RotaryEmbedding>(config);
+  }
+  void set_oracle_rotary() {
+    const std::int64_t R = options_.shape.rope;
+    const bool interleaved = options_.pairing == RopePairing::interleaved;
+    oracle::MlaWeights& twin = weights_.oracle();
+    twin.rotary = oracle::rotary(R, 10000, interleaved);
+    if (!options_.yarn) return;
+    const YarnScaling& yarn = *options_.yarn;
+    twin.rotary = oracle::rotary_yarn(
+        R, 10000, interleaved,
+        {.factor = yarn.factor,
+         .original_max_position = static_cast<double>(yarn.original_max_position),
+         .beta_fast = yarn.beta_fast,
+         .beta_slow = yarn.beta_slow,
+         .mscale = yarn.mscale,
+         .mscale_all_dim = yarn.mscale_all_dim});
+    twin.sm_scale *= std::pow(oracle::yarn_mscale(yarn.factor, yarn.mscale_all_dim), 2);
+  }
   void make_sequences(std::uint64_t seed) {
     std::int64_t num_blocks = 3, longest = 0;
     for (std::size_t i = 0; i < lengths_.size(); ++i) {
