@@ -19,7 +19,7 @@ namespace fovea::cli {
 namespace {
 
 // Two slow cores serve, verify and compare this many in well under 20 seconds.
-constexpr std::int64_t kGeneratedRequests = 8;
+constexpr std::int64_t kGeneratedRequests = 4;
 constexpr std::int64_t kVerifiedRows = 64;
 constexpr std::array<std::int64_t, 2> kCompareContexts = {8192, 32768};
 
