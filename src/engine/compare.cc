@@ -2,8 +2,6 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <cmath>
-#include <limits>
 #include <numeric>
 #include <vector>
 
@@ -103,14 +101,8 @@ class Contest {
   }
 
   double error(Method method, const std::vector<double>& expected) const {
-    const std::vector<double> got = engine::to_doubles(outputs_[method].view().select(0, 0));
-    double norm = 0, error = 0;
-    for (std::size_t i = 0; i < got.size(); ++i) {
-      norm += expected[i] * expected[i];
-      error += (got[i] - expected[i]) * (got[i] - expected[i]);
-    }
-    const double relative = std::sqrt(error / norm);
-    return std::isnan(relative) ? std::numeric_limits<double>::infinity() : relative;
+    return engine::relative_error(expected,
+                                  engine::to_doubles(outputs_[method].view().select(0, 0)));
   }
 
  private:

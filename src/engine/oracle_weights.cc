@@ -1,6 +1,7 @@
 #include "engine/oracle_weights.h"
 
 #include <cmath>
+#include <limits>
 #include <variant>
 
 #include "core/check.h"
@@ -78,6 +79,17 @@ std::vector<double> to_doubles(const TensorView& view) {
     values.insert(values.end(), decoded.begin(), decoded.end());
   }
   return values;
+}
+
+double relative_error(std::span<const double> expected, std::span<const double> got) {
+  double norm = 0, error = 0;
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    norm += expected[i] * expected[i];
+    error += (got[i] - expected[i]) * (got[i] - expected[i]);
+  }
+  if (error == 0) return 0;
+  const double relative = std::sqrt(error / norm);
+  return std::isnan(relative) ? std::numeric_limits<double>::infinity() : relative;
 }
 
 oracle::MlaWeights oracle_weights(const Model& model, std::int64_t layer) {

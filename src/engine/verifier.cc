@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <limits>
 #include <optional>
 #include <span>
 #include <string>
@@ -19,6 +18,7 @@
 namespace fovea {
 namespace {
 
+using engine::relative_error;
 using engine::to_doubles;
 
 // Layers stay converted up to this much memory; beyond, each check converts its layer anew.
@@ -80,18 +80,6 @@ struct Finding {
   double error = -1;  ///< Of the row norm.
   std::string text;
 };
-
-/// |got - expected| / |expected|; infinite when anything is NaN or nothing was expected.
-double relative_error(std::span<const double> expected, std::span<const double> got) {
-  double norm = 0, error = 0;
-  for (std::size_t i = 0; i < expected.size(); ++i) {
-    norm += expected[i] * expected[i];
-    error += (got[i] - expected[i]) * (got[i] - expected[i]);
-  }
-  if (error == 0) return 0;
-  const double relative = std::sqrt(error / norm);
-  return std::isnan(relative) ? std::numeric_limits<double>::infinity() : relative;
-}
 
 std::span<const double> row_of(const std::vector<double>& rows, std::size_t row,
                                std::size_t width) {
