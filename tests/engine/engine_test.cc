@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <string>
 #include <vector>
 
@@ -280,6 +281,50 @@ TEST_F(EngineRuns, PeaksAreWhatThePlansSaid) {
   EXPECT_EQ(report.peak_workspace_bytes, reader.workspace_bytes);
   EXPECT_LE(report.peak_workspace_bytes, report.workspace_bytes);
   EXPECT_EQ(runtime.workspace().used(), 0);
+}
+
+/// Checks what goes into each layer: tokens first, then the sums of what came out.
+class StreamReader : public StepObserver {
+ public:
+  explicit StreamReader(const Model& model) : model_(model) {}
+  void on_layer(const LayerTrace& trace) override {
+    const std::int64_t H = trace.input.shape[1];
+    if (trace.layer == 0) {
+      expected_.assign(static_cast<std::size_t>(trace.input.shape[0] * H), 0);
+      for (std::size_t i = 0; i < trace.request_of.size(); ++i) {
+        for (std::int64_t row = trace.query_start_loc[i]; row < trace.query_start_loc[i + 1];
+             ++row) {
+          const std::int32_t id = trace.workload->token_id(
+              trace.request_of[i], trace.positions[static_cast<std::size_t>(row)],
+              model_.config().vocab_size);
+          token_hidden_state(trace.workload->seed, id,
+                             TensorView::of(expected_.data() + row * H, {H}));
+        }
+      }
+    }
+    const auto* input = static_cast<const float*>(trace.input.data);
+    const auto* output = static_cast<const float*>(trace.output.data);
+    for (std::size_t i = 0; i < expected_.size(); ++i) {
+      ASSERT_FLOAT_EQ(input[i], expected_[i]) << "layer " << trace.layer << ", element " << i;
+      expected_[i] += model_.config().residual_scale * output[i];
+    }
+    layers_seen = std::max(layers_seen, trace.layer + 1);
+  }
+  std::int64_t layers_seen = 0;
+
+ private:
+  const Model& model_;
+  std::vector<float> expected_;  ///< [T, H]
+};
+
+TEST(EngineStream, LayersReadTokensAndThenScaledResiduals) {
+  const Model model = test::make_tiny_model({.num_layers = 3, .scale_depth = 1.4});
+  EXPECT_NEAR(model.config().residual_scale, 1.4 / std::sqrt(3.0), 1e-6);
+  const Runtime runtime({.num_threads = 2});
+  StreamReader reader(model);
+  const Outcome outcome = serve(runtime, model, mixed_workload(), baseline_options(), {&reader});
+  EXPECT_EQ(reader.layers_seen, 3);
+  EXPECT_LT(outcome.worst_error, Verifier::limit(DType::f32)) << outcome.worst_row;
 }
 
 TEST(EngineDtypes, SmallDtypesVerifyAndDoNotDependOnBatchMates) {

@@ -53,6 +53,11 @@ json config_json(const TinyModelOptions& options) {
   config["v_head_dim"] = d.V;
   config["max_position_embeddings"] = options.max_position;
   config["vocab_size"] = 1000;
+  if (options.scale_depth > 0) {
+    config["model_type"] = "minicpm3";
+    config["scale_depth"] = options.scale_depth;
+    config.erase("rope_scaling");
+  }
   return config;
 }
 

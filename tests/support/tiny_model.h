@@ -19,6 +19,8 @@ struct TinyModelOptions {
   /// Multiplies every dimension, the number of heads included. Few channels and heads do not
   /// average out the rounding of small dtypes.
   std::int64_t width = 1;
+  /// Above 0: MiniCPM3-like, with neox pairs and a residual scale of this over sqrt(num_layers).
+  double scale_depth = 0;
 };
 
 /// DeepSeek-V3-like: width times H 48, Lq 20, L 24, P 12, R 8, V 10; 3 heads, YaRN. Written as
