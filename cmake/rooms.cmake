@@ -18,10 +18,6 @@ endif()
 # rooms are written from src/, as in "core/check.h"; tests/include_check.py holds them to the table.
 function(fovea_room name)
   cmake_parse_arguments(ARG "" "" "SOURCES" ${ARGN})
-  if(NOT ARG_SOURCES) # TEMPORARY
-    file(WRITE ${CMAKE_BINARY_DIR}/empty.cc "")
-    set(ARG_SOURCES ${CMAKE_BINARY_DIR}/empty.cc)
-  endif()
   add_library(room_${name} OBJECT ${ARG_SOURCES})
   set_target_properties(room_${name} PROPERTIES POSITION_INDEPENDENT_CODE ON)
   target_include_directories(room_${name} PUBLIC ${PROJECT_SOURCE_DIR}/include

@@ -1,5 +1,6 @@
 // A step of MLA decode on the caller's own memory and block table, checked against float64.
 #include <cmath>
+#include <vector>
 
 #include "fovea/ops.h"
 #include "fovea/oracle.h"
