@@ -84,6 +84,9 @@ Runtime::Runtime(const RuntimeOptions& options) : state_(std::make_unique<State>
   state.context.workspace = &state.workspace;
   state.context.backends = state.backends;
   state.context.plan_target.num_workers = state.context.pool->num_threads();
+  // A CPU tile converts its keys and values to f32 for all of its rows: 128 rows reach 60 to 70 %
+  // of the FMA peak in prefill of 2048 tokens, 64 rows 53 to 62 %.
+  state.context.plan_target.prefill_query_tile = 128;
 }
 
 Runtime::~Runtime() = default;

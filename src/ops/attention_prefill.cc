@@ -113,8 +113,8 @@ void attention_prefill(const OpContext& ctx, const AttentionPrefillParams& param
 void attention_prefill_once(const OpContext& ctx, const AttentionPrefillParams& params,
                             std::span<const std::int32_t> cu_seqlens_q,
                             std::span<const std::int32_t> cu_seqlens_k) {
-  const PrefillSchedule schedule =
-      schedule_prefill(cu_seqlens_q, cu_seqlens_k, ctx.plan_target.prefill_query_tile);
+  const PrefillSchedule schedule = schedule_prefill(
+      cu_seqlens_q, cu_seqlens_k, ctx.plan_target.prefill_query_tile, params.variant);
   AttentionPrefillParams planned = params;
   planned.schedule = &schedule;
   Workspace workspace;
