@@ -2,16 +2,19 @@
 JOBS ?= $(shell nproc)
 RELEASE := build/release
 
-.PHONY: run test parity build deps asan-ubsan tsan ci clean
+.PHONY: run test parity configure build deps asan-ubsan tsan ci clean
 
-run: build
+run: configure
+	cmake --build --preset release -j $(JOBS) --target fovea_cli
 	$(RELEASE)/tools/fovea/fovea run --compare --verify
 
 test: build
 	ctest --test-dir $(RELEASE) --output-on-failure --no-tests=error -j $(JOBS)
 
-build: deps
+configure: deps
 	cmake --preset release
+
+build: configure
 	cmake --build --preset release -j $(JOBS)
 
 deps:
