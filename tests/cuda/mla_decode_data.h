@@ -293,7 +293,7 @@ inline bool matches(const Case& c, const Reference& ref, const std::string& what
     for (int d = 0; d < kLatent; ++d) {
       const double want = ref.out[row * kLatent + d];
       const double got = decode(c.shape.out_type, out.data(), row * Case::kOutHead + d);
-      const double error = std::abs(got - want) / (unit * (2 * std::abs(want) + 2 * rms) + 1e-12);
+      const double error = std::abs(got - want) / (unit * (2 * std::abs(want) + 3 * rms) + 1e-12);
       if (!(error <= worst)) {
         worst = std::isnan(error) ? INFINITY : error;
         worst_at = row * kLatent + d;

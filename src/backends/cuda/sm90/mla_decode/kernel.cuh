@@ -162,12 +162,24 @@ struct RingPosition {
       parity ^= 1;
     }
   }
+  /// The same, known to the compiler to be one for the warp: operand descriptors live in uniform
+  /// registers.
+  __device__ RingPosition uniform() const {
+    return {__shfl_sync(~0u, slot, 0), __shfl_sync(~0u, parity, 0)};
+  }
   __device__ RingPosition plus(int n) const {
     RingPosition moved = *this;
     moved.advance(n);
     return moved;
   }
 };
+
+/// 2^x, 2 units off at most; -inf gives 0, NaN stays.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 
 template <typename T>
 __device__ __forceinline__ std::uint32_t pack(float low, float high) {
@@ -221,7 +233,7 @@ __device__ __forceinline__ float inverse_sum(float sum) { return sum == 0.f ? 0.
 
 /// Weight of a partial result whose maximum is `own`. An empty one carries none.
 __device__ __forceinline__ float merge_weight(float own, float max) {
-  return own == -INFINITY ? 0.f : exp2f(own - max);
+  return own == -INFINITY ? 0.f : exp2_approx(own - max);
 }
 
 // ------------------------------------------------------------------------------------ loading
@@ -385,12 +397,18 @@ __device__ void score_tiles(const KernelParams& k, const Job& job, SharedMemory<
     }
 
     // S^T [64 keys, rows] = sum over 9 chunks of K [64, 64] Q^T [64, rows].
+    const auto tile_ring = ring.uniform();
     float score[kRows / 2];
+    // All chunks first, then products without a break: 6% faster at 64 rows than chunk by chunk.
+#pragma unroll
+    for (int position = 0; position < kChunks; ++position) {
+      const auto at = tile_ring.plus(position);
+      ptx::mbarrier_wait(ptx::shared_address(&s.full[at.slot]), at.parity);
+    }
     ptx::wgmma_fence();
 #pragma unroll
     for (int position = 0; position < kChunks; ++position) {
-      const auto at = ring.plus(position);
-      ptx::mbarrier_wait(ptx::shared_address(&s.full[at.slot]), at.parity);
+      const auto at = tile_ring.plus(position);
       const std::uint64_t k_operand = ptx::swizzled_operand(ptx::shared_address(s.ring[at.slot]));
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
@@ -448,8 +466,8 @@ __device__ void score_tiles(const KernelParams& k, const Job& job, SharedMemory<
     }
     const bool keep0 = tile_max.x <= max0 + kMaxLag;
     const bool keep1 = tile_max.y <= max1 + kMaxLag;
-    const float factor0 = keep0 ? 1.f : exp2f(max0 - tile_max.x);
-    const float factor1 = keep1 ? 1.f : exp2f(max1 - tile_max.y);
+    const float factor0 = keep0 ? 1.f : exp2_approx(max0 - tile_max.x);
+    const float factor1 = keep1 ? 1.f : exp2_approx(max1 - tile_max.y);
     if (!keep0) max0 = tile_max.x;
     if (!keep1) max1 = tile_max.y;
     const bool rescale = __any_sync(~0u, !(keep0 && keep1));
@@ -469,8 +487,8 @@ __device__ void score_tiles(const KernelParams& k, const Job& job, SharedMemory<
     for (int j = 0; j < kBlocks; ++j) {
       const float a = __shfl_sync(~0u, base0, 4 * j + c);
       const float b = __shfl_sync(~0u, base1, 4 * j + c);
-      const float p0 = exp2f(score[4 * j] - a), p1 = exp2f(score[4 * j + 1] - b);
-      const float p2 = exp2f(score[4 * j + 2] - a), p3 = exp2f(score[4 * j + 3] - b);
+      const float p0 = exp2_approx(score[4 * j] - a), p1 = exp2_approx(score[4 * j + 1] - b);
+      const float p2 = exp2_approx(score[4 * j + 2] - a), p3 = exp2_approx(score[4 * j + 3] - b);
       sum[j][0] += p0 + p2;
       sum[j][1] += p1 + p3;
       packed[j][0] = pack<T>(p0, p1);
@@ -548,7 +566,7 @@ __device__ void accumulate_tiles(const Job& job, SharedMemory<kRows>& s,
                                  std::uint32_t& message, OutputFragment<kRows>& out) {
   constexpr int kBlocks = kRows / 8;
   const int lane = threadIdx.x % 32;
-  const int warpgroup = threadIdx.x / 128;
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   const int c = lane % 4;
   const std::uint64_t p_operand = ptx::swizzled_operand(ptx::shared_address(s.p));
 #pragma unroll
@@ -574,10 +592,11 @@ __device__ void accumulate_tiles(const Job& job, SharedMemory<kRows>& s,
     }
 #pragma unroll
     for (int i = 0; i < kChunksPerOutput; ++i) ptx::pin(out[i]);
+    const auto tile_ring = ring.uniform();
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kChunksPerOutput; ++i) {
-      const auto at = ring.plus(1 + 2 * i + warpgroup);
+      const auto at = tile_ring.plus(1 + 2 * i + warpgroup);
       const std::uint64_t v_operand = ptx::swizzled_operand(ptx::shared_address(s.ring[at.slot]));
 #pragma unroll
       for (int step = 0; step < 4; ++step) {  // 16 keys: 16 rows of 128 bytes.
@@ -922,10 +941,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int rank = blockIdx.x % (row_tiles * splits);
   const int row_tile = rank % row_tiles;
   const int split = rank / row_tiles;
-  JobWalk walk(k, group, kRows, row_tile, split);
-  Job job;
 
   if (threadIdx.x == 0) {
+    ptx::prefetch_tensor_map(&map);
     for (int i = 0; i < kSlots; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&s.full[i]), 1);
       ptx::mbarrier_init(ptx::shared_address(&s.empty[i]), 4);  // The reading warps.
@@ -935,6 +953,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
+  // All above may run while the kernel before still does; nothing that it wrote is read above.
+  ptx::wait_for_previous_kernel();
+  ptx::let_next_kernel_start();
+  JobWalk walk(k, group, kRows, row_tile, split);
+  Job job;
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   RingPosition<kSlots> ring;
@@ -970,7 +993,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     ptx::give_registers<40>();
     const int loader = warp - (4 * kOutputWarpgroups + 4);
-    if (loader == 0) ptx::prefetch_tensor_map(&map);
     if (loader == 1) clear_unused_rows(k.op, blockIdx.x, gridDim.x);
     // Rows that one block alone reads leave L2 first.
     const std::uint64_t policy = ptx::make_l2_policy(row_tiles == 1 ? ptx::L2Policy::evict_first

@@ -63,20 +63,23 @@ static_assert(sizeof(mla::SharedMemory<64>) <= 227 * 1024);
 
 struct Launch {
   cudaLaunchConfig_t config{};
-  cudaLaunchAttribute attribute{};
+  cudaLaunchAttribute attributes[2]{};
 
+  Launch(const Launch&) = delete;
   Launch(const MlaDecodeGeometry& g, cudaStream_t stream) {
     const auto cluster = static_cast<unsigned>(g.row_tiles_per_group * g.splits_per_group);
     config.gridDim = dim3(static_cast<unsigned>(g.num_groups) * cluster);
     config.blockDim = dim3(mla::kThreads);
     config.dynamicSmemBytes = shared_bytes(g.rows);
     config.stream = stream;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = cluster;
-    attribute.val.clusterDim.y = 1;
-    attribute.val.clusterDim.z = 1;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim.x = cluster;
+    attributes[0].val.clusterDim.y = 1;
+    attributes[0].val.clusterDim.z = 1;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = attributes;
+    config.numAttrs = 2;
   }
 };
 
@@ -178,8 +181,10 @@ cudaError_t mla_decode_sm90_geometry(const MlaDecodeParams& p, MlaDecodeGeometry
   const std::int64_t jobs = std::max<std::int64_t>(p.num_requests, 1) * jobs_per_request;
   constexpr std::int32_t kMaxCluster = 16;
   g.splits_per_group = kMaxCluster / g.row_tiles_per_group;
+  // Many jobs: two groups each, in smaller clusters, which leave fewer multiprocessors unused.
+  const std::int64_t wanted_groups = jobs > 16 ? 2 * jobs : jobs;
   while (g.splits_per_group > 1 &&
-         multiprocessors / (g.splits_per_group * g.row_tiles_per_group) < jobs) {
+         multiprocessors / (g.splits_per_group * g.row_tiles_per_group) < wanted_groups) {
     g.splits_per_group /= 2;
   }
   const Kernel kernel = kernel_of(p.query_type, g.rows);
@@ -194,6 +199,10 @@ cudaError_t mla_decode_sm90_geometry(const MlaDecodeParams& p, MlaDecodeGeometry
     g.num_groups = std::max(clusters, 1);
     if (clusters > 0 || g.splits_per_group == 1) break;
   }
+  // A whole number of groups per job, so that jobs of one length are cut alike; and room for the
+  // next kernel's first cluster beside a lone short job's.
+  if (jobs > 16 && g.num_groups > jobs) g.num_groups -= static_cast<int>(g.num_groups % jobs);
+  if (jobs == 1 && g.rows == 16 && g.num_groups > 4) g.num_groups -= 1;
   *geometry = g;
   return cudaSuccess;
 }

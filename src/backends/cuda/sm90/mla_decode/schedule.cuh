@@ -6,7 +6,8 @@
 // kKeyTile keys; a job without keys is one unit, which writes zeros. The units of all jobs, in
 // order of requests, are cut into equal ranges, one per group; of a batch so small that a group's
 // blocks would not get a unit each, fewer groups take part. Only a group's first and last job can
-// be shared with other groups, so two partial results per group are enough.
+// be shared with other groups, so two partial results per group are enough. Where one job per group
+// leaves no group with much more than an equal share, nothing is cut and nothing to be merged.
 #pragma once
 
 #include <cstdint>
@@ -92,56 +93,84 @@ __global__ void __launch_bounds__(kPlanThreads)
                 const std::int32_t* __restrict__ seq_lens, GroupRange* __restrict__ ranges,
                 std::uint32_t* __restrict__ counters, std::int32_t num_counters) {
   __shared__ std::int32_t scratch[32];
-  __shared__ std::int32_t total_units;
+  __shared__ std::int32_t total_units, total_jobs, longest_job;
   const int thread = threadIdx.x;
+  if (thread == 0) longest_job = 0;
   for (int i = thread; i < num_counters; i += kPlanThreads) counters[i] = 0;
 
-  const auto units = [&](std::int32_t r) {
-    if (r >= num_requests) return 0;
-    const std::int32_t query_len = query_start_loc[r + 1] - query_start_loc[r];
-    return jobs_of(query_len, shape) * units_of(seq_lens[r]);
+  const auto jobs = [&](std::int32_t r) {
+    return r < num_requests ? jobs_of(query_start_loc[r + 1] - query_start_loc[r], shape) : 0;
   };
-  std::int32_t mine = 0;
-  for (std::int32_t r = thread; r < num_requests; r += kPlanThreads) mine += units(r);
-  const std::int32_t sum = block_inclusive_sum(mine, scratch);
-  if (thread == kPlanThreads - 1) total_units = sum;
+  const auto units = [&](std::int32_t r) {
+    return r < num_requests ? jobs(r) * units_of(seq_lens[r]) : 0;
+  };
+  std::int32_t my_units = 0, my_jobs = 0, my_longest = 0;
+  for (std::int32_t r = thread; r < num_requests; r += kPlanThreads) {
+    my_units += units(r);
+    my_jobs += jobs(r);
+    if (jobs(r) > 0) my_longest = max(my_longest, units_of(seq_lens[r]));
+  }
+  const std::int32_t unit_sum = block_inclusive_sum(my_units, scratch);
+  const std::int32_t job_sum = block_inclusive_sum(my_jobs, scratch);
+  atomicMax(&longest_job, my_longest);
+  if (thread == kPlanThreads - 1) {
+    total_units = unit_sum;
+    total_jobs = job_sum;
+  }
   __syncthreads();
   const std::int32_t total = total_units;
+  const bool one_job_each =
+      total_jobs <= shape.num_groups &&
+      static_cast<std::int64_t>(longest_job) * shape.num_groups * 16 <= std::int64_t{17} * total;
 
   const std::int32_t groups =
-      min(shape.num_groups, (total + shape.splits_per_group - 1) / shape.splits_per_group);
+      one_job_each
+          ? total_jobs
+          : min(shape.num_groups, (total + shape.splits_per_group - 1) / shape.splits_per_group);
   for (int g = groups + thread; g < shape.num_groups; g += kPlanThreads) ranges[g] = GroupRange{};
-  std::int32_t before = 0;
+  std::int32_t units_before = 0, jobs_before = 0;
   for (std::int32_t first = 0; first < num_requests; first += kPlanThreads) {
     const std::int32_t r = first + thread;
-    const std::int32_t own = units(r);
-    const std::int32_t end = before + block_inclusive_sum(own, scratch);
-    const std::int32_t begin = end - own;
-    if (own > 0) {
+    const std::int32_t end = units_before + block_inclusive_sum(units(r), scratch);
+    const std::int32_t jobs_end = jobs_before + block_inclusive_sum(jobs(r), scratch);
+    const std::int32_t begin = end - units(r);
+    const auto write = [&](std::int32_t g, std::int32_t unit, std::int32_t count) {
+      const std::int32_t job_units = units_of(seq_lens[r]);
+      GroupRange range{};
+      range.request = r;
+      range.job = (unit - begin) / job_units;
+      range.tile = (unit - begin) % job_units;
+      range.units = count;
+      range.job_first_unit = begin + range.job * job_units;
+      range.total_units = total;
+      range.seq_len = seq_lens[r];
+      range.query_begin = query_start_loc[r];
+      range.query_len = query_start_loc[r + 1] - query_start_loc[r];
+      range.active_groups = groups;
+      ranges[g] = range;
+    };
+    if (jobs(r) > 0 && one_job_each) {
+      const std::int32_t job_units = units_of(seq_lens[r]);
+      for (std::int32_t i = 0; i < jobs(r); ++i) {
+        write(jobs_end - jobs(r) + i, begin + i * job_units, job_units);
+      }
+    } else if (jobs(r) > 0) {
       // The groups whose ranges begin in [begin, end).
       for (std::int32_t g = group_of(begin, total, groups); g < groups; ++g) {
         const std::int32_t unit = range_begin(g, total, groups);
         if (unit >= end) break;
         if (unit < begin) continue;
-        const std::int32_t job_units = units_of(seq_lens[r]);
-        GroupRange range{};
-        range.request = r;
-        range.job = (unit - begin) / job_units;
-        range.tile = (unit - begin) % job_units;
-        range.units = range_begin(g + 1, total, groups) - unit;
-        range.job_first_unit = begin + range.job * job_units;
-        range.total_units = total;
-        range.seq_len = seq_lens[r];
-        range.query_begin = query_start_loc[r];
-        range.query_len = query_start_loc[r + 1] - query_start_loc[r];
-        range.active_groups = groups;
-        ranges[g] = range;
+        write(g, unit, range_begin(g + 1, total, groups) - unit);
       }
     }
-    // The last thread's sum is the chunk's; every thread needs it as the next chunk's start.
-    if (thread == kPlanThreads - 1) total_units = end;
+    // The last thread's sums are the chunk's; every thread needs them as the next chunk's start.
+    if (thread == kPlanThreads - 1) {
+      total_units = end;
+      total_jobs = jobs_end;
+    }
     __syncthreads();
-    before = total_units;
+    units_before = total_units;
+    jobs_before = total_jobs;
     __syncthreads();
   }
 }

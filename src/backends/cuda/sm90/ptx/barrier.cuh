@@ -93,6 +93,16 @@ __device__ __forceinline__ float2 load_cluster_float2(std::uint32_t address) {
   return v;
 }
 
+/// Waits until the kernels that this launch depends on have ended and their writes are visible.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+/// Lets the next kernel's blocks take multiprocessors as they become free.
+__device__ __forceinline__ void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 template <int registers>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
