@@ -88,7 +88,8 @@ class LayerWeights {
     Tensor tensor = Tensor::empty(dtype_, shape);
     std::vector<double> values(static_cast<std::size_t>(tensor.view().numel()));
     for (std::size_t i = 0; i < values.size(); ++i) {
-      values[i] = mean + stddev * random_normal(seed_ + 100 * stream_, i);
+      // Uniform: real dims have millions of weights.
+      values[i] = mean + stddev * std::sqrt(3.0) * (2 * random_unit(seed_ + 100 * stream_, i) - 1);
     }
     ++stream_;
     assign(tensor, values);
