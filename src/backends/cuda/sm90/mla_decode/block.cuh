@@ -1,0 +1,235 @@
+// What the roles of a block share: tile sizes, shared memory, the walk over jobs, small helpers.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "backends/cuda/sm90/mla_decode/params.h"
+#include "backends/cuda/sm90/mla_decode/schedule.cuh"
+#include "backends/cuda/sm90/ptx/barrier.cuh"
+#include "backends/cuda/sm90/ptx/copy.cuh"
+#include "backends/cuda/sm90/ptx/wgmma.cuh"
+
+namespace fovea::cuda::mla {
+
+constexpr int kLatent = 512;
+constexpr int kRope = 64;
+constexpr int kChunks = (kLatent + kRope) / 64;  ///< A tile travels as 9 chunks [64 keys, 64 ch].
+constexpr int kChunkBytes = kKeyTile * 64 * 2;
+constexpr int kOutputWarpgroups = 2;
+constexpr int kOutputThreads = kOutputWarpgroups * 128;
+constexpr int kChunksPerOutput = kLatent / 64 / kOutputWarpgroups;
+constexpr int kThreads = 512;     ///< Two output warpgroups, one for scores, one that loads.
+constexpr int kScoreBarrier = 1;  ///< Named barriers; 0 is the whole block's.
+constexpr int kOutputBarrier = 2;
+constexpr float kLog2e = 1.4426950408889634f;
+/// The reference maximum lags behind the true one by at most this (log2): probabilities reach 256,
+/// exact enough in both 16-bit types, and the outputs are rescaled a few times per sequence only.
+constexpr float kMaxLag = 8.f;
+
+/// Chunks travel in the order rope, then one of each output warpgroup in turn, so that both can
+/// begin, and free what they read, as early as possible.
+__host__ __device__ constexpr int channel_chunk(int position) {
+  return position == 0 ? 8 : (position - 1) % 2 * kChunksPerOutput + (position - 1) / 2;
+}
+__host__ __device__ constexpr int position_of(int channel_chunk) {
+  return channel_chunk == 8
+             ? 0
+             : 1 + channel_chunk % kChunksPerOutput * 2 + channel_chunk / kChunksPerOutput;
+}
+
+/// Shared memory of one block. Operand tiles come first: they are 1024-byte aligned.
+template <int kRows>
+struct SharedMemory {
+  /// As many chunks as fit in 227 KB beside the rest.
+  static constexpr int kSlots = kRows == 64 ? 18 : kRows == 32 ? 23 : 25;
+
+  std::uint8_t ring[kSlots][kChunkBytes];  ///< Chunks on their way; at the end of a job of a
+                                           ///< cluster, its output [512 x rows] f32 in fragments.
+  std::uint8_t q[kChunks][kRows * 128];
+  std::uint8_t p[kRows * 128];  ///< P^T [rows][64 keys]
+  float message[2][kRows];  ///< With P: [0] factors of the output. At the end: max (log2) and sum.
+  float warp_max[2][4][kRows];
+  std::uint64_t full[kSlots];
+  std::uint64_t empty[kSlots];
+  std::uint64_t p_full;
+  std::uint64_t p_empty;
+  std::int32_t rescale;       ///< Some factor of the message is not 1.
+  std::int32_t last_arriver;  ///< This block merges.
+};
+
+struct KernelParams {
+  MlaDecodeParams op;
+  MlaDecodeGeometry geometry;
+  std::int32_t box_rows;     ///< Keys that one copy brings.
+  const GroupRange* ranges;  ///< [num_groups]
+  std::uint32_t* counters;   ///< [2 num_groups][row_tiles_per_group][splits_per_group]
+  float* partial_stats;      ///< The same, then [2][rows].
+  float* partial_out;        ///< [2 num_groups][row_tiles_per_group][512 * rows] in fragments.
+};
+
+/// What a block does for one job of its group.
+struct Job {
+  std::int32_t seq_len, query_begin, query_len;
+  std::int32_t first_row;              ///< Of the block's row tile, among the request's rows.
+  std::int32_t num_rows;               ///< Rows of the tile that exist; may be 0.
+  std::int32_t tile_begin, tile_end;   ///< Key tiles of this block.
+  std::int32_t first_unit, num_units;  ///< Of the whole job.
+  bool whole;                          ///< The group covers all keys of the job.
+  std::int32_t slot;                   ///< Of the partial result, otherwise.
+};
+
+/// Walks the jobs of a group; every role of a block walks the same list.
+class JobWalk {
+ public:
+  __device__ JobWalk(const KernelParams& k, std::int32_t group, std::int32_t rows,
+                     std::int32_t row_tile, std::int32_t split)
+      : k_(k), group_(group), rows_(rows), row_tile_(row_tile), split_(split) {
+    const int4* words = reinterpret_cast<const int4*>(k.ranges + group);
+    const int4 a = __ldg(words), b = __ldg(words + 1), c = __ldg(words + 2);
+    request_ = a.x, job_ = a.y, tile_ = a.z, units_left_ = a.w;
+    first_unit_ = b.x, total_units_ = b.y, seq_len_ = b.z, query_begin_ = b.w;
+    query_len_ = c.x, groups_ = c.y;
+  }
+
+  __device__ bool next(Job& job) {
+    if (units_left_ == 0) return false;
+    if (!first_) advance();
+    const std::int32_t units = units_of(seq_len_);
+    const std::int32_t take = min(units - tile_, units_left_);
+    const std::int32_t splits = k_.geometry.splits_per_group;
+    job.seq_len = seq_len_;
+    job.query_begin = query_begin_;
+    job.query_len = query_len_;
+    job.first_row = (job_ * k_.geometry.row_tiles_per_group + row_tile_) * rows_;
+    job.num_rows = max(0, min(rows_, query_len_ * k_.op.num_heads - job.first_row));
+    const bool empty = seq_len_ <= 0 || job.num_rows == 0;
+    job.tile_begin = empty ? 0 : tile_ + take * split_ / splits;
+    job.tile_end = empty ? 0 : tile_ + take * (split_ + 1) / splits;
+    job.first_unit = first_unit_;
+    job.num_units = units;
+    job.whole = take == units;
+    job.slot = 2 * group_ + (first_ ? 0 : 1);
+    units_left_ -= take;
+    first_ = false;
+    return true;
+  }
+
+  __device__ std::int32_t total_units() const { return total_units_; }
+  __device__ std::int32_t groups() const { return groups_; }
+
+ private:
+  __device__ void advance() {
+    first_unit_ += units_of(seq_len_);
+    tile_ = 0;
+    const std::int32_t rows_per_job = rows_ * k_.geometry.row_tiles_per_group;
+    if ((++job_) * rows_per_job < query_len_ * k_.op.num_heads) return;
+    job_ = 0;
+    do {
+      ++request_;
+      query_begin_ = __ldg(k_.op.query_start_loc + request_);
+      query_len_ = __ldg(k_.op.query_start_loc + request_ + 1) - query_begin_;
+    } while (query_len_ == 0);
+    seq_len_ = __ldg(k_.op.seq_lens + request_);
+  }
+
+  const KernelParams& k_;
+  std::int32_t group_, rows_, row_tile_, split_;
+  std::int32_t request_, job_, tile_, units_left_, first_unit_, total_units_, groups_;
+  std::int32_t seq_len_, query_begin_, query_len_;
+  bool first_ = true;
+
+ public:
+  __device__ std::int32_t request() const { return request_; }
+};
+
+/// A position in the ring of chunks and the parity of its turn.
+template <int kSlots>
+struct RingPosition {
+  std::uint32_t slot = 0;
+  std::uint32_t parity = 0;
+  __device__ void advance(int n) {
+    slot += n;
+    if (slot >= kSlots) {
+      slot -= kSlots;
+      parity ^= 1;
+    }
+  }
+  /// The same, known to the compiler to be one for the warp: operand descriptors live in uniform
+  /// registers.
+  __device__ RingPosition uniform() const {
+    return {__shfl_sync(~0u, slot, 0), __shfl_sync(~0u, parity, 0)};
+  }
+  __device__ RingPosition plus(int n) const {
+    RingPosition moved = *this;
+    moved.advance(n);
+    return moved;
+  }
+};
+
+/// 2^x, 2 units off at most; -inf gives 0, NaN stays.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+template <typename T>
+__device__ __forceinline__ std::uint32_t pack(float low, float high) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    const __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const std::uint32_t&>(v);
+  } else {
+    const __half2 v = __floats2half2_rn(low, high);
+    return reinterpret_cast<const std::uint32_t&>(v);
+  }
+}
+
+__device__ __forceinline__ std::int64_t out_offset(const MlaDecodeParams& op, const Job& job,
+                                                   std::int32_t row) {
+  const std::uint32_t r = job.first_row + row;
+  const std::uint32_t token = r / static_cast<std::uint32_t>(op.num_heads);
+  const std::uint32_t head = r - token * op.num_heads;
+  return (job.query_begin + static_cast<std::int64_t>(token)) * op.out_token_stride +
+         head * op.out_head_stride;
+}
+
+__device__ __forceinline__ void store_element(const MlaDecodeParams& op, std::int64_t offset,
+                                              float value) {
+  switch (op.out_type) {
+    case ElementType::f32:
+      static_cast<float*>(op.out)[offset] = value;
+      break;
+    case ElementType::f16:
+      static_cast<__half*>(op.out)[offset] = __float2half_rn(value);
+      break;
+    case ElementType::bf16:
+      static_cast<__nv_bfloat16*>(op.out)[offset] = __float2bfloat16_rn(value);
+      break;
+  }
+}
+
+/// `max` in log2 units and `sum` relative to it; sum 0 is a row that sees nothing.
+__device__ __forceinline__ void store_lse(const MlaDecodeParams& op, const Job& job,
+                                          std::int32_t row, float max, float sum) {
+  if (op.lse == nullptr || row >= job.num_rows) return;
+  const std::uint32_t r = job.first_row + row;
+  const std::uint32_t token = r / static_cast<std::uint32_t>(op.num_heads);
+  const std::uint32_t head = r - token * op.num_heads;
+  constexpr float kLn2 = 0.6931471805599453f;
+  op.lse[head * op.lse_head_stride +
+         (job.query_begin + static_cast<std::int64_t>(token)) * op.lse_token_stride] =
+      sum == 0.f ? -INFINITY : (max + log2f(sum)) * kLn2;
+}
+
+__device__ __forceinline__ float inverse_sum(float sum) { return sum == 0.f ? 0.f : 1.f / sum; }
+
+/// Weight of a partial result whose maximum is `own`. An empty one carries none.
+__device__ __forceinline__ float merge_weight(float own, float max) {
+  return own == -INFINITY ? 0.f : exp2_approx(own - max);
+}
+
+}  // namespace fovea::cuda::mla
