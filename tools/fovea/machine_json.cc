@@ -4,6 +4,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <ctime>
 #include <fstream>
 
 #include "fovea/error.h"
@@ -20,8 +21,13 @@ std::string processor_name() {
 }
 
 nlohmann::ordered_json describe_machine(const Runtime& runtime) {
+  char date[sizeof "2026-01-31T23:59:59Z"];
+  const std::time_t now = std::time(nullptr);
+  std::strftime(date, sizeof date, "%Y-%m-%dT%H:%M:%SZ", std::gmtime(&now));
   nlohmann::ordered_json json;
   json["version"] = FOVEA_VERSION;
+  json["commit"] = FOVEA_COMMIT;
+  json["date"] = date;
   json["machine"] = {{"processor", processor_name()},
                      {"features", cpu_features()},
                      {"threads", runtime.num_threads()},

@@ -11,7 +11,7 @@ namespace fovea::cli {
 /// The processor's name from /proc/cpuinfo; "unknown" where there is none.
 std::string processor_name();
 
-/// version, and machine: processor, features, threads, backend, isa.
+/// version, commit, date (UTC), and machine: processor, features, threads, backend, isa.
 nlohmann::ordered_json describe_machine(const Runtime& runtime);
 
 /// Writes `json`, indented. Throws Error(invalid_argument) that names the file.
