@@ -17,6 +17,7 @@ ALLOWED = {
     "ops": {"quant", "kv", "variants", "plan"},
     "backends/reference": {"ops", "plan", "kv", "quant", "variants"},
     "backends/cpu": {"ops", "plan", "kv", "quant", "variants"},
+    "backends/cuda": {"ops", "plan", "kv", "quant", "variants"},
     "oracle": set(),
     "linear": {"quant"},
     "layers": {"ops", "linear", "plan", "kv", "variants", "quant", "parallel"},
