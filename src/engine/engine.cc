@@ -131,6 +131,7 @@ class Serving {
         workload_(workload),
         hooks_(hooks),
         limits_(find_limits(workload, options, max_position(model))),
+        runner_(ctx, model, limits_),
         pool_(limits_.num_blocks, limits_.block_size),
         scheduler_(workload, pool_,
                    {.max_num_seqs = options.max_num_seqs,
@@ -138,7 +139,6 @@ class Serving {
                     .max_position = max_position(model),
                     .vocab_size = model.config().vocab_size,
                     .prefix_reuse = options.prefix_reuse}),
-        runner_(ctx, model, limits_),
         metrics_(model) {
     const double rate = arrival_rate(options.arrivals);
     for (std::int64_t i = 0; i < std::ssize(workload.requests); ++i) {
@@ -221,9 +221,9 @@ class Serving {
   const Workload& workload_;
   const ServeHooks& hooks_;
   StepLimits limits_;
+  StepRunner runner_;  // Before the pool: caches that do not fit are refused before it is built.
   BlockPool pool_;
   Scheduler scheduler_;
-  StepRunner runner_;
   Metrics metrics_;
   ServeReport report_;
   std::vector<double> arrivals_s_;   ///< [requests of the workload], on the clock of serving.

@@ -21,6 +21,22 @@ void add_row(T* x, const T* y, std::int64_t count, float scale) {
   for (std::int64_t i = 0; i < count; ++i) x[i] = narrow<T>(widen(x[i]) + scale * widen(y[i]));
 }
 
+PagedKvCache allocate_cache(const Model& model, std::int64_t layer, const StepLimits& limits) {
+  const KvFormat format{model.dtype(), model.layer(layer).attention.dims().latent_dim()};
+  try {
+    return PagedKvCache::allocate(
+        format, {.num_blocks = limits.num_blocks, .block_size = limits.block_size});
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::resource_exhausted) throw;
+    fail(ErrorCode::resource_exhausted,
+         "num_blocks is {} of {} tokens, a cache of {} bytes in each of {} layers; it must fit in "
+         "memory ({})",
+         limits.num_blocks, limits.block_size,
+         limits.num_blocks * limits.block_size * format.row_bytes(), model.num_layers(),
+         error.what());
+  }
+}
+
 }  // namespace
 
 StepRunner::StepRunner(const OpContext& ctx, const Model& model, const StepLimits& limits)
@@ -31,9 +47,7 @@ StepRunner::StepRunner(const OpContext& ctx, const Model& model, const StepLimit
                                .max_seq_len = limits.max_seq_len};
   for (std::int64_t i = 0; i < model.num_layers(); ++i) {
     const MlaLayer& attention = model.layer(i).attention;
-    caches_.push_back(
-        PagedKvCache::allocate({model.dtype(), attention.dims().latent_dim()},
-                               {.num_blocks = limits.num_blocks, .block_size = limits.block_size}));
+    caches_.push_back(allocate_cache(model, i, limits));
     workspace_bytes_ = std::max(workspace_bytes_, attention.workspace_bytes(ctx, layer_limits));
   }
   ctx.workspace->reserve(workspace_bytes_);

@@ -65,6 +65,17 @@ TEST_P(RmsNorm, TinyAndHugeRowsKeepTheirPrecision) {
                  out, row_tolerance(dtype())));
 }
 
+TEST_P(RmsNorm, SquaresMayLeaveTheRangeOfFloat32) {
+  const bool narrow_range = dtype() == DType::f16;
+  const Tensor x = Tensor::empty(dtype(), {2, 64}), out = Tensor::empty(dtype(), {2, 64});
+  const Tensor weight = tensor_from(dtype(), {64}, std::vector<double>(64, 1.0));
+  fill_uniform(x.view().slice(0, 0, 1), 1, 0, narrow_range ? 6e4 : 1e30);
+  fill_uniform(x.view().slice(0, 1, 2), 2, 0, narrow_range ? 1e-3 : 1e-25);
+  rms_norm(ctx(), {x, weight, out, 0.f});
+  EXPECT_TRUE(rows_close(oracle::rms_norm(to_doubles(x), to_doubles(weight), 0), out,
+                         row_tolerance(dtype())));
+}
+
 class Rope : public BackendTest {
  protected:
   static constexpr std::int64_t kMaxPosition = 50;

@@ -6,6 +6,33 @@
 #include "backends/cpu/rows.h"
 
 namespace fovea::cpu {
+namespace {
+
+/// Squares below this may have lost bits to float32's subnormals (its smallest normal is 1.2e-38).
+constexpr float kSmallestExactSum = 1e-30f;
+
+double sum_squares_in_double(const Kernels& kernels, const Row& x, std::int64_t width) {
+  alignas(64) float values[kRowChunk];
+  double sum = 0;
+  for (std::int64_t i = 0; i < width; i += kRowChunk) {
+    const std::int64_t count = std::min(kRowChunk, width - i);
+    load_row(kernels, x.from(i), count, values);
+    for (std::int64_t j = 0; j < count; ++j) sum += static_cast<double>(values[j]) * values[j];
+  }
+  return sum;
+}
+
+/// 1 / sqrt(mean(x^2) + eps). The squares of large or tiny values leave float32's range; such rows
+/// are summed again in double.
+float row_scale(const Kernels& kernels, const Row& x, DType dtype, std::int64_t width, float eps) {
+  const float sum = kernels.sum_squares[static_cast<std::size_t>(dtype)](x.data, width);
+  const double exact = std::isfinite(sum) && sum >= kSmallestExactSum
+                           ? static_cast<double>(sum)
+                           : sum_squares_in_double(kernels, x, width);
+  return static_cast<float>(1. / std::sqrt(exact / static_cast<double>(width) + eps));
+}
+
+}  // namespace
 
 void rms_norm(const Kernels& kernels, const OpContext& ctx, const RmsNormParams& params) {
   const std::int64_t width = params.x.shape[1];
@@ -16,8 +43,7 @@ void rms_norm(const Kernels& kernels, const OpContext& ctx, const RmsNormParams&
     for (std::int64_t t = begin; t < end; ++t) {
       const Row x = row_of(params.x, {t});
       const Row out = row_of(params.out, {t});
-      const float mean = kernels.sum_squares[dtype](x.data, width) / static_cast<float>(width);
-      const float scale = 1.f / std::sqrt(mean + params.eps);
+      const float scale = row_scale(kernels, x, params.x.dtype, width, params.eps);
       for (std::int64_t i = 0; i < width; i += kRowChunk) {
         const std::int64_t count = std::min(kRowChunk, width - i);
         load_row(kernels, weight.from(i), count, weights);
