@@ -5,7 +5,7 @@ find_package(fmt REQUIRED)
 find_package(nlohmann_json 3 REQUIRED)
 
 if(FOVEA_ONEDNN AND NOT FOVEA_OPS_ONLY)
-  find_package(dnnl REQUIRED) # 2.6 (Debian 12) or 3.x: src/linear/onednn.cc hides the difference
+  find_package(oneDNN REQUIRED) # 2.6 (Debian 12) or 3.x: src/linear/onednn.cc hides the difference
   find_package(OpenMP REQUIRED COMPONENTS CXX)
 endif()
 if(FOVEA_TOOLS AND NOT FOVEA_OPS_ONLY)

@@ -23,4 +23,5 @@ configure_package_config_file(cmake/fovea-config.cmake.in ${PROJECT_BINARY_DIR}/
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/fovea-config-version.cmake
                                  COMPATIBILITY SameMinorVersion)
 install(FILES ${PROJECT_BINARY_DIR}/fovea-config.cmake
-              ${PROJECT_BINARY_DIR}/fovea-config-version.cmake DESTINATION ${package_dir})
+              ${PROJECT_BINARY_DIR}/fovea-config-version.cmake
+              cmake/FindoneDNN.cmake DESTINATION ${package_dir})
