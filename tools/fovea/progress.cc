@@ -62,7 +62,9 @@ void Progress::update_rate(Clock::time_point now, std::int64_t tokens_done) {
 void Progress::update(const ServeProgress& progress) {
   const Clock::time_point now = Clock::now();
   update_rate(now, progress.tokens_done);
-  if (is_terminal_ ? now - shown_ < kRedraw : now - shown_ < kLine) return;
+  const bool ends_now = progress.requests_done == progress.requests && !is_done_;
+  if (!ends_now && now - shown_ < (is_terminal_ ? Clock::duration(kRedraw) : kLine)) return;
+  is_done_ = is_done_ || ends_now;
   shown_ = now;
   const std::string text = describe(progress, tokens_per_s_);
   if (is_terminal_) {

@@ -8,7 +8,7 @@
 
 namespace fovea::cli {
 
-/// A bar that is redrawn on a terminal; elsewhere a plain line every few seconds.
+/// A bar that is redrawn on a terminal; elsewhere a plain line every few seconds and at the end.
 class Progress {
  public:
   Progress();
@@ -31,6 +31,7 @@ class Progress {
 
   bool is_terminal_;
   bool is_drawn_ = false;
+  bool is_done_ = false;
   Clock::time_point shown_ = Clock::now();
   Clock::time_point counted_ = shown_;
   std::int64_t tokens_counted_ = 0;
