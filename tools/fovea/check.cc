@@ -121,28 +121,42 @@ std::vector<Target> make_target_of_environment(const RuntimeArgs& args) {
   return targets;
 }
 
-void check_random_cases(const CheckArgs& args, Checker& checker) {
+Checker check_random_cases(const CheckArgs& args) {
+  Checker checker(make_targets(args.runtime));
   const InterruptGuard guard;
   const auto end = Clock::now() + std::chrono::seconds(args.seconds);
   // Every op gets its turn with every dtype, whatever the time.
   for (std::uint64_t round = 0;; ++round) {
     for (const std::string& op : cases::case_ops()) {
       for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
-        if (Clock::now() >= end || InterruptGuard::requested()) return;
+        if (Clock::now() >= end || InterruptGuard::requested()) return checker;
         checker.check(cases::random_case(op, dtype, static_cast<std::uint64_t>(args.seed) + round));
       }
     }
   }
 }
 
-int check(const CheckArgs& args) {
-  const bool has_case = !args.case_line.empty();
-  Checker checker(has_case ? make_target_of_environment(args.runtime) : make_targets(args.runtime));
-  if (has_case) {
-    checker.check(cases::CaseLine::parse(args.case_line));
-  } else {
-    check_random_cases(args, checker);
+/// A line that names no problem is the user's mistake; what else goes wrong is a failed case.
+void refuse_bad_line(const cases::CaseLine& line, const OpContext& ctx) {
+  try {
+    cases::make_problem(line, ctx);
+  } catch (const Error& error) {
+    if (error.code() == ErrorCode::invalid_argument) throw;
   }
+}
+
+Checker check_given_case(const CheckArgs& args) {
+  const cases::CaseLine line = cases::CaseLine::parse(args.case_line);
+  std::vector<Target> targets = make_target_of_environment(args.runtime);
+  refuse_bad_line(line, **targets.front().runtime);
+  Checker checker(std::move(targets));
+  checker.check(line);
+  return checker;
+}
+
+int check(const CheckArgs& args) {
+  const Checker checker =
+      args.case_line.empty() ? check_random_cases(args) : check_given_case(args);
   fmt::print("{}{} cases, {} failed\n", checker.summary(), checker.num_cases(),
              checker.num_failed());
   return checker.num_failed() == 0 ? 0 : kExitFailure;
