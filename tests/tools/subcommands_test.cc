@@ -23,11 +23,34 @@ TEST(Plan, ReadsABatchFromAFileAndPrintsJson) {
   const json plan = json::parse(result.out);
   EXPECT_EQ(plan.at("order"), (std::vector<int>{1, 0})) << "the decode comes first";
   EXPECT_TRUE(plan.at("plan").is_object());
+}
 
-  const std::string broken = directory.write("broken.json", R"({"query_lens": [4, 1]})");
-  const ToolResult refused = run_tool({"plan", "--batch", broken});
-  EXPECT_EQ(refused.exit_code, 1);
-  EXPECT_TRUE(mentions(refused.err, {"broken.json", "context_lens"}));
+TEST(Plan, RefusesABatchFileByFileAndField) {
+  struct Broken {
+    const char* text;
+    std::vector<std::string> mentioned;
+  };
+  const TempDir directory;
+  for (const Broken& broken : std::vector<Broken>{
+           {R"({"query_lens": [4, 1]})", {"context_lens is missing"}},
+           {R"({"query_lens": [4, 1.5], "context_lens": [0, 0]})", {"query_lens[1] was 1.5"}},
+           {R"({"query_lens": [4], "context_lens": [-1]})", {"context_lens[0] was -1", "from 0"}},
+           {R"({"query_lens": 4, "context_lens": [0]})", {"query_lens was 4", "an array"}},
+           {R"({"query_lens": [4], "context_lens": [0], "lens": 1})", {"has 'lens'"}},
+           {R"({"query_lens": [4], "context_lens": []})", {"context_lens: has 0 lengths"}},
+           {R"({"query_lens": [], "context_lens": []})", {"query_lens: was empty"}},
+           {"[1]", {"was array", "an object"}},
+           {"{", {"is not JSON"}}}) {
+    const std::string path = directory.write("broken.json", broken.text);
+    const ToolResult refused = run_tool({"plan", "--batch", path});
+    EXPECT_EQ(refused.exit_code, 1) << broken.text;
+    EXPECT_TRUE(mentions(refused.err, {"broken.json"})) << broken.text;
+    for (const std::string& part : broken.mentioned) {
+      EXPECT_NE(refused.err.find(part), std::string::npos) << part << " is not in " << refused.err;
+    }
+    EXPECT_EQ(refused.err.find("--query-lens"), std::string::npos) << refused.err;
+    EXPECT_EQ(refused.err.find("json.exception"), std::string::npos) << refused.err;
+  }
 }
 
 TEST(Info, ListsTheMachineEveryOpAndEveryPreset) {
@@ -67,15 +90,10 @@ TEST(Check, PassesHereAndCountsEveryOp) {
   EXPECT_NE(result.out.find(" 0 failed"), std::string::npos);
 }
 
-TEST(Check, RunsOneCaseAndReportsOneThatCannotRun) {
+TEST(Check, RunsOneCase) {
   const ToolResult good = run_tool({"check", "--case", "mla_decode bf16 heads=3 kv=70,5 q=2"});
   EXPECT_EQ(good.exit_code, 0) << good.out;
   EXPECT_NE(good.out.find("1 cases, 0 failed"), std::string::npos) << good.out;
-
-  const ToolResult odd = run_tool({"check", "--case", "rope f32 dim=7", "--backend", "reference"});
-  EXPECT_EQ(odd.exit_code, 1);
-  EXPECT_TRUE(mentions(odd.out, {"FAILED", "FOVEA_ISA=scalar fovea check --backend reference",
-                                 "--case \"rope f32 dim=7\"", "1 cases, 1 failed"}));
 }
 
 TEST(Bench, TimesCasesOfAFileAgainstMeasuredLimits) {
@@ -99,10 +117,9 @@ TEST(Bench, TimesCasesOfAFileAgainstMeasuredLimits) {
 
 TEST(Bench, FailsBelowTheRequiredPercent) {
   const ToolResult result = run_tool({"bench", "--case", "rms_norm f32 tokens=1 dim=8", "--seconds",
-                                      "0.02", "--require-percent", "1000"});
+                                      "0.02", "--require-percent", "100"});
   EXPECT_EQ(result.exit_code, 1);
-  EXPECT_NE(result.out.find("below 1000 % of its limit: rms_norm"), std::string::npos)
-      << result.out;
+  EXPECT_NE(result.out.find("below 100 % of its limit: rms_norm"), std::string::npos) << result.out;
 }
 
 }  // namespace

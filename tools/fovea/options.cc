@@ -5,8 +5,14 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
+#include <cstring>
 #include <filesystem>
+#include <fstream>
+
+#include "fovea/error.h"
+#include "fovea/linear.h"
 
 namespace fovea::cli {
 namespace {
@@ -33,6 +39,18 @@ bool parses(const std::string& text, Number min, Number max) {
   return error == std::errc() && stop == end && value >= min && value <= max;
 }
 
+std::vector<std::string> split_at_commas(const std::string& text) {
+  std::vector<std::string> items = {""};
+  for (const char c : text) {
+    if (c == ',') {
+      items.emplace_back();
+    } else {
+      items.back() += c;
+    }
+  }
+  return items;
+}
+
 CLI::Validator integer_in(IntegerRange range) {
   return must_be([range](const std::string& text) -> std::string {
     if (parses(text, range.min, range.max)) return {};
@@ -51,7 +69,22 @@ void Options::integer(const char* name, std::int64_t& value, const std::string& 
 
 void Options::integers(const char* name, std::vector<std::int64_t>& values, const std::string& what,
                        IntegerRange range) {
-  app_.add_option(name, values, what)->delimiter(',')->check(integer_in(range))->type_name("N,...");
+  // The parser's own splitting drops empty items.
+  const auto complain = [range](std::string& text) -> std::string {
+    for (const std::string& item : split_at_commas(text)) {
+      if (parses(item, range.min, range.max)) continue;
+      return fmt::format("was '{}' in '{}', must be an integer from {} to {}", item, text,
+                         range.min, range.max);
+    }
+    return {};
+  };
+  const auto store = [&values](const std::string& text) {
+    values.clear();
+    for (const std::string& item : split_at_commas(text)) values.push_back(std::stoll(item));
+  };
+  app_.add_option_function<std::string>(name, store, what)
+      ->check(CLI::Validator(complain, "", ""))
+      ->type_name("N,...");
 }
 
 void Options::seconds(const char* name, double& value, const std::string& what) {
@@ -96,7 +129,9 @@ void Options::input_file(const char* name, std::string& value, const std::string
   app_.add_option(name, value, what)
       ->check(must_be([](const std::string& text) -> std::string {
         std::error_code error;
-        return std::filesystem::is_regular_file(text, error) ? "" : "a file that exists";
+        if (!std::filesystem::is_regular_file(text, error)) return "a file that exists";
+        if (std::ifstream(text)) return {};
+        return fmt::format("a file that can be read ({})", std::strerror(errno));
       }))
       ->type_name("FILE");
 }
@@ -127,9 +162,25 @@ void add_runtime_options(Options& options, RuntimeArgs& args) {
                {"cpu", "reference"});
 }
 
+namespace {
+
+/// A product reads FOVEA_LINEAR when it is made, which some commands never do.
+void refuse_unknown_linear() {
+  try {
+    const Tensor weight = Tensor::zeros(DType::f32, {1, 1});
+    const Linear linear(weight, TensorView{});
+  } catch (const Error& error) {
+    if (error.code() == ErrorCode::invalid_argument) throw;
+  }
+}
+
+}  // namespace
+
 ToolRuntime::ToolRuntime(const RuntimeArgs& args, const std::string& isa)
     : pool_(make_openmp_thread_pool(static_cast<int>(args.num_threads))),
       runtime_(std::make_unique<Runtime>(
-          RuntimeOptions{.backend = args.backend, .isa = isa, .pool = pool_.get()})) {}
+          RuntimeOptions{.backend = args.backend, .isa = isa, .pool = pool_.get()})) {
+  refuse_unknown_linear();
+}
 
 }  // namespace fovea::cli

@@ -5,6 +5,8 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -14,6 +16,9 @@
 
 namespace fovea::cli {
 namespace {
+
+/// Of a sequence and of a batch.
+constexpr std::int64_t kMaxTokens = std::numeric_limits<std::int32_t>::max();
 
 struct PlanArgs {
   std::vector<std::int64_t> query_lens;
@@ -31,40 +36,87 @@ struct PlanArgs {
   bool as_json = false;
 };
 
+template <class... Args>
+[[noreturn]] void refuse_batch(fmt::format_string<Args...> text, Args&&... args) {
+  throw Error(ErrorCode::corrupt_file, fmt::format(text, std::forward<Args>(args)...));
+}
+
+nlohmann::json parse_batch_file(const std::string& path) {
+  std::ifstream file(path);
+  if (!file) refuse_batch("{}: cannot be read: {}", path, std::strerror(errno));
+  nlohmann::json json;
+  try {
+    json = nlohmann::json::parse(file);
+  } catch (const nlohmann::json::parse_error& error) {
+    refuse_batch("{}: is not JSON from byte {} on", path, error.byte);
+  } catch (const nlohmann::json::exception&) {
+    refuse_batch("{}: has a number that is out of range", path);
+  }
+  if (!json.is_object()) {
+    refuse_batch("{}: was {}, must be an object with query_lens and context_lens", path,
+                 json.type_name());
+  }
+  return json;
+}
+
+std::vector<std::int64_t> lengths_of(const std::string& path, const nlohmann::json& json,
+                                     const char* key) {
+  const auto list = json.find(key);
+  if (list == json.end()) {
+    refuse_batch("{}: {} is missing, must be a length per request", path, key);
+  }
+  if (!list->is_array()) {
+    refuse_batch("{}: {} was {}, must be an array of lengths", path, key, list->dump());
+  }
+  std::vector<std::int64_t> lengths;
+  for (const nlohmann::json& length : *list) {
+    // Non-negative integers are parsed as unsigned, all others are no lengths.
+    if (!length.is_number_unsigned() || length.get<std::uint64_t>() > kMaxTokens) {
+      refuse_batch("{}: {}[{}] was {}, must be an integer from 0 to {}", path, key, lengths.size(),
+                   length.dump(), kMaxTokens);
+    }
+    lengths.push_back(length.get<std::int64_t>());
+  }
+  return lengths;
+}
+
 /// {"query_lens": [...], "context_lens": [...]}
 void read_batch_file(PlanArgs& args) {
-  try {
-    std::ifstream file(args.batch_file);
-    const auto json = nlohmann::json::parse(file);
-    args.query_lens = json.at("query_lens").get<std::vector<std::int64_t>>();
-    args.context_lens = json.at("context_lens").get<std::vector<std::int64_t>>();
-  } catch (const nlohmann::json::exception& error) {
-    throw Error(ErrorCode::corrupt_file, fmt::format("{}: {}", args.batch_file, error.what()));
+  const nlohmann::json json = parse_batch_file(args.batch_file);
+  for (const auto& [key, value] : json.items()) {
+    if (key != "query_lens" && key != "context_lens") {
+      refuse_batch("{}: has '{}', must have query_lens and context_lens alone", args.batch_file,
+                   key);
+    }
   }
+  args.query_lens = lengths_of(args.batch_file, json, "query_lens");
+  args.context_lens = lengths_of(args.batch_file, json, "context_lens");
 }
 
 void check_lengths(const PlanArgs& args) {
+  const bool is_file = !args.batch_file.empty();
+  const ErrorCode code = is_file ? ErrorCode::corrupt_file : ErrorCode::invalid_argument;
+  const std::string query_name = is_file ? args.batch_file + ": query_lens" : "--query-lens";
+  const std::string context_name = is_file ? args.batch_file + ": context_lens" : "--context-lens";
   if (args.query_lens.empty()) {
-    throw Error(ErrorCode::invalid_argument,
-                "--query-lens: was empty, must be one length per request");
+    throw Error(code, query_name + ": was empty, must be one length per request");
   }
   if (args.context_lens.size() != args.query_lens.size()) {
-    throw Error(ErrorCode::invalid_argument,
-                fmt::format("--context-lens: has {} lengths, must be one for each of the {} "
-                            "--query-lens",
-                            args.context_lens.size(), args.query_lens.size()));
+    throw Error(code, fmt::format("{}: has {} lengths, must be one for each of the {} {}",
+                                  context_name, args.context_lens.size(), args.query_lens.size(),
+                                  is_file ? "query_lens" : "--query-lens"));
   }
-  constexpr std::int64_t kMax = std::numeric_limits<std::int32_t>::max();
   std::int64_t tokens = 0;
   for (std::size_t i = 0; i < args.query_lens.size(); ++i) {
     const std::int64_t query_len = args.query_lens[i];
     const std::int64_t context_len = args.context_lens[i];
     tokens += query_len;
-    if (query_len < 0 || context_len < 0 || query_len + context_len > kMax || tokens > kMax) {
-      throw Error(ErrorCode::invalid_argument,
-                  fmt::format("--query-lens, --context-lens: request {} has {} and {} tokens, must "
-                              "be at least 0, and at most {} as a sequence and as a batch",
-                              i, query_len, context_len, kMax));
+    if (query_len < 0 || context_len < 0 || query_len + context_len > kMaxTokens ||
+        tokens > kMaxTokens) {
+      throw Error(code, fmt::format("{}, {}: request {} has {} and {} tokens, must be at least 0, "
+                                    "and at most {} as a sequence and as a batch",
+                                    query_name, is_file ? "context_lens" : context_name, i,
+                                    query_len, context_len, kMaxTokens));
     }
   }
 }
