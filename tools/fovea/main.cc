@@ -24,6 +24,19 @@ constexpr Entry kEntries[] = {
     {"info", "Show the machine and what each op takes", declare_info},
 };
 
+constexpr const char* kFooter =
+    "Exit codes:\n"
+    "  0    all is well\n"
+    "  1    a failed verification, check or gate, a bad file, or nothing was served\n"
+    "  2    the options are wrong\n"
+    "  130  interrupted\n"
+    "Environment:\n"
+    "  FOVEA_BACKEND=cpu|reference             kernels where --backend is not given\n"
+    "  FOVEA_ISA=scalar|avx2|avx512            their instructions (default: the most that is "
+    "here)\n"
+    "  FOVEA_LINEAR=onednn|plain|auto          matrix products\n"
+    "  OMP_WAIT_POLICY=passive                 threads that wait sleep: for shared machines";
+
 int complain(const char* message, int exit_code) {
   std::fflush(stdout);
   fmt::print(stderr, "fovea: error: {}\n", message);
@@ -35,6 +48,7 @@ int main(int argc, char** argv) {
   CLI::App app("Attention engine for LLM inference", "fovea");
   app.set_version_flag("--version", "fovea " FOVEA_VERSION);
   app.require_subcommand(1);
+  app.footer(kFooter);
   for (const Entry& entry : kEntries) {
     CLI::App* sub = app.add_subcommand(entry.name, entry.what);
     Options options(*sub);
