@@ -50,6 +50,7 @@ INSTANTIATE_TEST_SUITE_P(
                 {"--workload", "was '/no/such/file'", "a file that exists"}},
         Refusal{{"run", "--json", "/no/such/folder/x.json"},
                 {"--json", "a file in a directory that exists"}},
+        Refusal{{"run", "--json", "/proc/x.json"}, {"--json", "'/proc/x.json' cannot be written"}},
         Refusal{{"run", "--dump", ""}, {"--dump"}}, Refusal{{"run", "--model", ""}, {"--model"}},
         Refusal{{"run", "--no-such-option"}, {"--no-such-option"}}));
 
@@ -62,9 +63,21 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{{"check", "--case", "rope f32", "--seconds", "1"}, {"--case", "--seconds"}},
         Refusal{{"check", "--case", "rope"}, {"an op and a dtype"}},
         Refusal{{"check", "--case", "rope i8"}, {"was i8", "f32, f16 or bf16"}},
+        Refusal{{"check", "--case", "foo f32"}, {"op was 'foo'", "rms_norm"}},
+        Refusal{{"check", "--case", "mla_decode f32 heads=0"}, {"heads was '0'", "from 1"}},
+        Refusal{{"check", "--case", "rope f32 colour=1"}, {"colour", "rope"}},
+        Refusal{{"check", "--case", "rope f32 dim=7"}, {"dim is 7", "even"}},
+        Refusal{{"bench", "--suite", "/tmp"}, {"--suite", "was '/tmp'", "a file of cases"}},
+        Refusal{{"bench", "--suite", "/dev/null"}, {"--suite", "'/dev/null' has no case"}},
+        Refusal{{"bench", "--require-percent", "101"}, {"--require-percent", "from 1 to 100"}},
+        Refusal{{"bench", "--seconds", "0.01", "--require-percent", "1", "--case",
+                 "mla_decode f32 heads=1 kv=64 q=0"},
+                {"--require-percent", "q=0' has no work"}},
         Refusal{{"bench", "--suite", "/no/such/suite"}, {"--suite", "attention, rows"}},
         Refusal{{"bench", "--seconds", "soon"}, {"--seconds", "was 'soon'"}},
         Refusal{{"plan"}, {"--query-lens", "was empty"}},
+        Refusal{{"plan", "--query-lens", "1,,2", "--context-lens", "1,1,1"},
+                {"--query-lens", "was '' in '1,,2'", "an integer from 0"}},
         Refusal{{"plan", "--query-lens", "1,2", "--context-lens", "1"},
                 {"--context-lens", "has 1 lengths"}},
         Refusal{{"plan", "--query-lens", "1,-2", "--context-lens", "1,1"},
@@ -75,11 +88,26 @@ INSTANTIATE_TEST_SUITE_P(
                  "--workspace-rows", "10"},
                 {"workspace_rows", "10"}}));
 
+TEST(Options, AnUnknownLinearBackendIsRefusedByWhoNeverMultiplies) {
+  ::setenv("FOVEA_LINEAR", "bad", 1);
+  const ToolResult info = run_tool({"info"});
+  const ToolResult check = run_tool({"check", "--case", "rope f32"});
+  ::unsetenv("FOVEA_LINEAR");
+  for (const ToolResult& result : {info, check}) {
+    EXPECT_EQ(result.exit_code, 2);
+    EXPECT_NE(result.err.find("FOVEA_LINEAR is 'bad'"), std::string::npos) << result.err;
+  }
+}
+
 TEST(Options, HelpAndVersionAreNoErrors) {
   const ToolResult help = run_tool({"--help"});
   EXPECT_EQ(help.exit_code, 0);
   for (const char* subcommand : {"run", "bench", "check", "plan", "info"}) {
     EXPECT_NE(help.out.find(subcommand), std::string::npos) << subcommand;
+  }
+  for (const char* text : {"Exit codes", "130", "FOVEA_BACKEND", "FOVEA_ISA", "FOVEA_LINEAR",
+                           "OMP_WAIT_POLICY=passive"}) {
+    EXPECT_NE(help.out.find(text), std::string::npos) << text;
   }
   EXPECT_EQ(run_tool({"--version"}).out, "fovea " FOVEA_VERSION "\n");
   const ToolResult run_help = run_tool({"run", "--help"});

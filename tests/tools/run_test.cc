@@ -102,6 +102,36 @@ TEST_F(Run, SaysWhyItRefusesARequest) {
   EXPECT_NE(report.at("requests").at("refusals").at(0).at("reason"), "");
 }
 
+TEST_F(Run, FailsWhereEverythingIsRefused) {
+  const ToolResult result = run_tool(arguments({"--num-blocks", "1", "--block-size", "1"}));
+  EXPECT_EQ(result.exit_code, 1) << result.out << result.err;
+  EXPECT_NE(result.out.find("0 finished, 3 refused"), std::string::npos) << result.out;
+  EXPECT_EQ(report().at("requests").at("refused"), 3);
+}
+
+TEST_F(Run, ComparesAtTheLongestContextThatAShortModelHas) {
+  const ToolResult result = run_tool(arguments({"--compare"}));
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_NE(result.out.find("at 512 tokens of context alone: the model has 640 positions"),
+            std::string::npos)
+      << result.out;
+  EXPECT_EQ(report().at("compare").at(0).at("context"), 512);
+}
+
+TEST_F(Run, RefusesToDumpOverAnEarlierRun) {
+  const std::string dump = directory_.path() + "/dump";
+  std::filesystem::create_directory(dump);
+  directory_.write("dump/request-000007.safetensors", "");
+  const ToolResult result = run_tool(arguments({"--dump", dump}));
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_TRUE(mentions(result.err, {"--dump", dump.c_str(), "request-000007.safetensors"}));
+}
+
+TEST_F(Run, ALogEndsWithAllDone) {
+  const ToolResult result = run_tool(arguments({}));
+  EXPECT_NE(result.err.find("100 %  3/3 requests"), std::string::npos) << result.err;
+}
+
 TEST_F(Run, NamesTheModelOrFileThatIsWrong) {
   const ToolResult unknown = run_tool({"run", "--model", "no-such-model"});
   EXPECT_NE(unknown.exit_code, 0);

@@ -144,12 +144,13 @@ void print_presets(const nlohmann::ordered_json& json) {
 }
 
 int info(const InfoArgs& args) {
+  const JsonFile json_file(args.json_file);
   const ToolRuntime runtime(args.runtime);
   const nlohmann::ordered_json json = describe(*runtime);
   print_machine(json);
   print_ops(json);
   print_presets(json);
-  if (!args.json_file.empty()) write_json(args.json_file, json);
+  json_file.write(json);
   return 0;
 }
 

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <ctime>
 #include <fstream>
+#include <stdexcept>
 
 #include "fovea/error.h"
 
@@ -36,13 +37,20 @@ nlohmann::ordered_json describe_machine(const Runtime& runtime) {
   return json;
 }
 
-void write_json(const std::string& path, const nlohmann::ordered_json& json) {
-  std::ofstream file(path, std::ios::trunc);
+JsonFile::JsonFile(std::string path) : path_(std::move(path)) {
+  if (path_.empty() || std::ofstream(path_, std::ios::app)) return;
+  throw Error(ErrorCode::invalid_argument,
+              fmt::format("--json: '{}' cannot be written: {}", path_, std::strerror(errno)));
+}
+
+void JsonFile::write(const nlohmann::ordered_json& json) const {
+  if (path_.empty()) return;
+  std::ofstream file(path_, std::ios::trunc);
   file << json.dump(2) << '\n';
   file.close();
   if (!file) {
-    throw Error(ErrorCode::invalid_argument,
-                fmt::format("--json: '{}' cannot be written: {}", path, std::strerror(errno)));
+    throw std::runtime_error(
+        fmt::format("--json: '{}' cannot be written: {}", path_, std::strerror(errno)));
   }
 }
 

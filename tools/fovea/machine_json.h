@@ -14,7 +14,17 @@ std::string processor_name();
 /// version, commit, date (UTC), and machine: processor, features, threads, backend, isa.
 nlohmann::ordered_json describe_machine(const Runtime& runtime);
 
-/// Writes `json`, indented. Throws Error(invalid_argument) that names the file.
-void write_json(const std::string& path, const nlohmann::ordered_json& json);
+/// Where --json writes; an empty path is nowhere.
+class JsonFile {
+ public:
+  /// Throws Error(invalid_argument) that names a file that cannot be written: before the work that
+  /// it reports is done. What the file holds stays until write().
+  explicit JsonFile(std::string path);
+  /// Indented. Throws std::runtime_error that names the file.
+  void write(const nlohmann::ordered_json& json) const;
+
+ private:
+  std::string path_;
+};
 
 }  // namespace fovea::cli

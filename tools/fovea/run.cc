@@ -1,7 +1,9 @@
 // fovea run: serve a workload with a model's attention layers, and prove and compare it.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
+#include <bit>
 #include <filesystem>
 #include <memory>
 #include <span>
@@ -121,10 +123,27 @@ ServeReport serve(const RunArgs& args, const Runtime& runtime, const Model& mode
   return engine.serve(workload, hooks);
 }
 
-/// One context after the other, so that Ctrl-C ends between them.
-std::vector<CompareResult> compare(const Runtime& runtime, const Model& model) {
-  std::vector<CompareResult> results;
+/// Those that the model has positions for, else the largest power of two that it has.
+std::vector<std::int64_t> contexts_to_compare(const Model& model) {
+  const auto max_position = static_cast<std::uint64_t>(
+      std::min(model.config().max_position, model.config().rope.max_position));
+  std::vector<std::int64_t> contexts;
   for (const std::int64_t context : kCompareContexts) {
+    if (static_cast<std::uint64_t>(context) <= max_position) contexts.push_back(context);
+  }
+  if (contexts.empty()) contexts.push_back(static_cast<std::int64_t>(std::bit_floor(max_position)));
+  if (contexts.size() < kCompareContexts.size()) {
+    fmt::print("comparing at {} tokens of context alone: the model has {} positions\n\n",
+               contexts.front(), max_position);
+  }
+  return contexts;
+}
+
+/// One context after the other, so that Ctrl-C ends between them.
+std::vector<CompareResult> compare(const Runtime& runtime, const Model& model,
+                                   const std::vector<std::int64_t>& contexts) {
+  std::vector<CompareResult> results;
+  for (const std::int64_t& context : contexts) {
     if (InterruptGuard::requested()) break;
     fmt::print(stderr, "comparing at {} tokens of context ...\n", context);
     for (CompareResult& result : compare_methods(runtime, model, std::span(&context, 1))) {
@@ -134,14 +153,54 @@ std::vector<CompareResult> compare(const Runtime& runtime, const Model& model) {
   return results;
 }
 
+/// What an earlier run left would pass for this one's.
+void check_dump_directory(const std::string& directory) {
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator(directory, error)) {
+    const std::string name = entry.path().filename().string();
+    if (name.starts_with("request-") && name.ends_with(".safetensors")) {
+      throw Error(ErrorCode::invalid_argument,
+                  fmt::format("--dump: '{}' has {} of an earlier run, must be a directory without "
+                              "request-*.safetensors",
+                              directory, name));
+    }
+  }
+}
+
+VerifyReport report_of(const Verifier& verifier, const Model& model) {
+  return {.rows = verifier.rows(),
+          .worst_relative_error = verifier.worst_relative_error(),
+          .limit = Verifier::limit(model.dtype()),
+          .worst_row = verifier.worst_row()};
+}
+
+/// Into `json`; what goes wrong too, so that what was served before is reported.
+int report_comparison(const Runtime& runtime, const Model& model,
+                      const std::vector<std::int64_t>& contexts, nlohmann::ordered_json& json) {
+  try {
+    const std::vector<CompareResult> results = compare(runtime, model, contexts);
+    json["compare"] = compare_json(results);
+    fmt::print("one layer, one request, one new token\n{}", compare_text(results));
+    return 0;
+  } catch (const std::exception& error) {
+    json["compare_error"] = error.what();
+    fmt::print(stderr, "fovea: error: --compare: {}\n", error.what());
+    return kExitFailure;
+  }
+}
+
 int run(RunArgs args) {
   complete(args);
+  if (!args.dump_directory.empty()) check_dump_directory(args.dump_directory);
+  const JsonFile json_file(args.json_file);
   const ToolRuntime runtime(args.runtime);
   const Workload workload = make_workload(args);
   const Model model = Model::load(args.model, {.num_layers = args.num_layers,
                                                .dtype = parse_dtype(args.dtype),
                                                .seed = static_cast<std::uint64_t>(args.seed)});
   print_header(args, *runtime, model, workload);
+  std::vector<std::int64_t> contexts;
+  if (args.compare) contexts = contexts_to_compare(model);
 
   const InterruptGuard guard;
   nlohmann::ordered_json json = describe_machine(*runtime);
@@ -154,12 +213,11 @@ int run(RunArgs args) {
   const ServeReport report = serve(args, *runtime, model, workload, verifier.get());
   json.update(serve_json(report));
   fmt::print("{}\n", serve_text(report));
+  const bool is_refused = report.finished == 0 && !workload.requests.empty();
+  if (is_refused && !InterruptGuard::requested()) exit_code = kExitFailure;
 
   if (verifier != nullptr) {
-    const VerifyReport verified{.rows = verifier->rows(),
-                                .worst_relative_error = verifier->worst_relative_error(),
-                                .limit = Verifier::limit(model.dtype()),
-                                .worst_row = verifier->worst_row()};
+    const VerifyReport verified = report_of(*verifier, model);
     json["verify"] = verify_json(verified);
     fmt::print("{}\n", verify_text(verified));
     const bool is_too_early = verified.rows == 0 && InterruptGuard::requested();
@@ -167,16 +225,14 @@ int run(RunArgs args) {
   }
   std::fflush(stdout);
   if (args.compare && !InterruptGuard::requested()) {
-    const std::vector<CompareResult> results = compare(*runtime, model);
-    json["compare"] = compare_json(results);
-    fmt::print("one layer, one request, one new token\n{}", compare_text(results));
+    exit_code = std::max(exit_code, report_comparison(*runtime, model, contexts, json));
   }
   if (InterruptGuard::requested()) {
     fmt::print("interrupted: this is what was served until then\n");
     exit_code = exit_code == 0 ? kExitInterrupted : exit_code;
   }
   json["interrupted"] = InterruptGuard::requested().load();
-  if (!args.json_file.empty()) write_json(args.json_file, json);
+  json_file.write(json);
   return exit_code;
 }
 
