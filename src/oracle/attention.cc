@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 
@@ -9,6 +10,27 @@ namespace fovea::oracle {
 namespace {
 
 constexpr double kNegativeInfinity = -std::numeric_limits<double>::infinity();
+
+/// Position of query i in its sequence; a draft's counts its ancestors, whatever row it has.
+std::int64_t query_position(const StridedAttention& a, std::int64_t i) {
+  const std::int64_t context = a.num_keys - a.num_queries;
+  if (a.draft_tree.empty()) return context + i;
+  return context + std::popcount(a.draft_tree[static_cast<std::size_t>(i)]) - 1;
+}
+
+bool sees(const StridedAttention& a, std::int64_t i, std::int64_t j) {
+  const std::int64_t context = a.num_keys - a.num_queries;
+  const bool is_draft = !a.draft_tree.empty() && j >= context;
+  const std::int64_t position = query_position(a, i);
+  const std::int64_t key_position = is_draft ? query_position(a, j - context) : j;
+  if (is_draft && (a.draft_tree[static_cast<std::size_t>(i)] >> (j - context) & 1) == 0) {
+    return false;
+  }
+  if (a.causal && key_position > position) return false;
+  const std::int64_t window_end = a.window_from_row ? i : position;
+  if (a.window_left >= 0 && key_position < window_end - a.window_left) return false;
+  return a.attention_chunk == 0 || key_position / a.attention_chunk == position / a.attention_chunk;
+}
 
 /// Turns scores into softmax weights; returns their lse.
 double softmax(double* scores, std::int64_t n) {
@@ -23,14 +45,37 @@ double softmax(double* scores, std::int64_t n) {
   return largest + std::log(sum);
 }
 
+/// Of a denominator exp(lse) + exp(sink), the part that is not the sink's.
+double share_beside_sink(double lse, std::span<const double> sinks, std::int64_t head) {
+  return sinks.empty() ? 1 : 1 / (1 + std::exp(sinks[static_cast<std::size_t>(head)] - lse));
+}
+
+void check_rules(const Attention& p) {
+  require(p.attention_chunk >= 0 && (p.attention_chunk == 0 || p.causal),
+          "attention_chunk " + std::to_string(p.attention_chunk) +
+              " must not be negative, and 0 unless causal");
+  require(p.soft_cap >= 0, "soft_cap " + std::to_string(p.soft_cap) + " must not be negative");
+  if (!p.sinks.empty()) require_size("sinks", p.sinks, p.num_heads);
+  if (p.draft_tree.empty()) return;
+  require(static_cast<std::int64_t>(p.draft_tree.size()) == p.num_queries,
+          "draft_tree holds " + std::to_string(p.draft_tree.size()) + " values, needs " +
+              std::to_string(p.num_queries));
+  require(p.causal && p.num_queries <= 64 && p.num_queries <= p.num_keys,
+          "a draft_tree is causal and has at most 64 queries, and no more than keys");
+}
+
 }  // namespace
 
 void attend(const StridedAttention& a, double* out, double* lse) {
   const std::int64_t group = a.num_heads / a.num_kv_heads;
-  std::vector<double> weights;  // [num_heads, visible]
+  std::vector<std::int64_t> keys;
+  std::vector<double> weights;  // [num_heads, keys]
   for (std::int64_t i = 0; i < a.num_queries; ++i) {
-    const std::int64_t position = a.num_keys - a.num_queries + i;
-    const std::int64_t visible = a.causal ? std::max<std::int64_t>(position + 1, 0) : a.num_keys;
+    keys.clear();
+    for (std::int64_t j = 0; j < a.num_keys; ++j) {
+      if (sees(a, i, j)) keys.push_back(j);
+    }
+    const auto visible = static_cast<std::int64_t>(keys.size());
     const double* q = a.q + i * a.num_heads * a.qk_dim;
     double* o = out + i * a.num_heads * a.v_dim;
     if (visible == 0) {
@@ -38,20 +83,27 @@ void attend(const StridedAttention& a, double* out, double* lse) {
       continue;
     }
     weights.resize(static_cast<std::size_t>(a.num_heads * visible));
-    for (std::int64_t j = 0; j < visible; ++j) {
+    for (std::int64_t n = 0; n < visible; ++n) {
+      const double* row = a.k + keys[static_cast<std::size_t>(n)] * a.k_row_stride;
       for (std::int64_t h = 0; h < a.num_heads; ++h) {
-        const double* k = a.k + j * a.k_row_stride + h / group * a.qk_dim;
-        weights[static_cast<std::size_t>(h * visible + j)] =
-            a.sm_scale * dot(q + h * a.qk_dim, k, a.qk_dim);
+        const double score =
+            a.sm_scale * dot(q + h * a.qk_dim, row + h / group * a.qk_dim, a.qk_dim);
+        weights[static_cast<std::size_t>(h * visible + n)] =
+            a.soft_cap > 0 ? a.soft_cap * std::tanh(score / a.soft_cap) : score;
       }
     }
     for (std::int64_t h = 0; h < a.num_heads; ++h) {
-      lse[h * a.num_queries + i] = softmax(weights.data() + h * visible, visible);
+      double* of_head = weights.data() + h * visible;
+      double& row_lse = lse[h * a.num_queries + i];
+      row_lse = softmax(of_head, visible);
+      const double share = share_beside_sink(row_lse, a.sinks, h);
+      for (std::int64_t n = 0; n < visible; ++n) of_head[n] *= share;
     }
-    for (std::int64_t j = 0; j < visible; ++j) {
+    for (std::int64_t n = 0; n < visible; ++n) {
+      const double* row = a.v + keys[static_cast<std::size_t>(n)] * a.v_row_stride;
       for (std::int64_t h = 0; h < a.num_heads; ++h) {
-        const double* v = a.v + j * a.v_row_stride + h / group * a.v_dim;
-        add_scaled(o + h * a.v_dim, weights[static_cast<std::size_t>(h * visible + j)], v, a.v_dim);
+        add_scaled(o + h * a.v_dim, weights[static_cast<std::size_t>(h * visible + n)],
+                   row + h / group * a.v_dim, a.v_dim);
       }
     }
   }
@@ -61,6 +113,7 @@ AttentionResult attention(const Attention& p) {
   require(p.num_kv_heads > 0 && p.num_heads % p.num_kv_heads == 0,
           "num_heads " + std::to_string(p.num_heads) + " is no multiple of num_kv_heads " +
               std::to_string(p.num_kv_heads));
+  check_rules(p);
   require_size("q", p.q, p.num_queries * p.num_heads * p.qk_dim);
   require_size("k", p.k, p.num_keys * p.num_kv_heads * p.qk_dim);
   require_size("v", p.v, p.num_keys * p.num_kv_heads * p.v_dim);
@@ -75,6 +128,12 @@ AttentionResult attention(const Attention& p) {
           .v_dim = p.v_dim,
           .sm_scale = p.sm_scale,
           .causal = p.causal,
+          .window_left = p.window_left,
+          .window_from_row = p.window_from_row,
+          .attention_chunk = p.attention_chunk,
+          .soft_cap = p.soft_cap,
+          .sinks = p.sinks,
+          .draft_tree = p.draft_tree,
           .q = p.q.data(),
           .k = p.k.data(),
           .k_row_stride = p.num_kv_heads * p.qk_dim,
@@ -85,7 +144,8 @@ AttentionResult attention(const Attention& p) {
 }
 
 AttentionResult merge(const AttentionResult& a, const AttentionResult& b, std::int64_t num_heads,
-                      std::int64_t num_queries, std::int64_t v_dim) {
+                      std::int64_t num_queries, std::int64_t v_dim, std::span<const double> sinks) {
+  if (!sinks.empty()) require_size("sinks", sinks, num_heads);
   for (const AttentionResult* part : {&a, &b}) {
     require_size("out", part->out, num_queries * num_heads * v_dim);
     require_size("lse", part->lse, num_heads * num_queries);
@@ -101,9 +161,10 @@ AttentionResult merge(const AttentionResult& a, const AttentionResult& b, std::i
       // An lse is the log of the sum of exponentials: the parts' sums just add.
       const double sum = std::exp(a.lse[row] - largest) + std::exp(b.lse[row] - largest);
       result.lse[row] = largest + std::log(sum);
+      const double share = share_beside_sink(result.lse[row], sinks, h);
       double* out = result.out.data() + (i * num_heads + h) * v_dim;
       for (const AttentionResult* part : {&a, &b}) {
-        const double weight = std::exp(part->lse[row] - largest) / sum;
+        const double weight = share * std::exp(part->lse[row] - largest) / sum;
         const double* part_out = part->out.data() + (i * num_heads + h) * v_dim;
         if (weight != 0) add_scaled(out, weight, part_out, v_dim);
       }

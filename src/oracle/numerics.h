@@ -41,11 +41,18 @@ inline void add_scaled(double* __restrict y, double a, const double* __restrict 
 }
 
 /// Attention over rows that may lie inside wider rows: key head h of key j starts at
-/// k + j * k_row_stride + h * qk_dim, its values at v + j * v_row_stride + h * v_dim.
+/// k + j * k_row_stride + h * qk_dim, its values at v + j * v_row_stride + h * v_dim. The other
+/// fields are those of Attention.
 struct StridedAttention {
   std::int64_t num_queries, num_keys, num_heads, num_kv_heads, qk_dim, v_dim;
   double sm_scale;
   bool causal;
+  std::int64_t window_left = -1;
+  bool window_from_row = false;
+  std::int64_t attention_chunk = 0;
+  double soft_cap = 0;
+  std::span<const double> sinks = {};
+  std::span<const std::uint64_t> draft_tree = {};
   const double* q;  ///< [num_queries, num_heads, qk_dim]
   const double* k;
   std::int64_t k_row_stride;
