@@ -5,37 +5,61 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <variant>
 #include <vector>
 
+#include "fovea/attention.h"
 #include "fovea/mla.h"
 
 namespace fovea {
 
+/// Layers of one KV group share plan and block table: they see the same keys.
+struct KvGroupConfig {
+  AttentionVariant variant;
+  RopeConfig rope;  ///< dim 0: nothing turns.
+};
+
 /// What attention needs to know of a config.json.
 struct ModelConfig {
-  std::string model_type;  ///< "deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3", "glm4_moe_lite".
+  /// "deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3", "glm4_moe_lite"; "gpt_oss", "llama",
+  /// "qwen2", "qwen3", "mistral", "gemma3_text".
+  std::string model_type;
   std::int64_t num_layers = 0;
-  MlaDims dims;
-  RopeConfig rope;
-  float rms_norm_eps = 1e-6f;  ///< Of input_layernorm.
+  std::int64_t hidden_size = 0;
+  MlaDims mla;  ///< Of models with latent attention; else num_heads is 0.
+  GqaDims gqa;  ///< Of models with grouped-query attention; else num_heads is 0.
+  std::vector<KvGroupConfig> groups;      ///< Those with layers, at least one.
+  std::vector<std::int32_t> layer_group;  ///< [num_layers] into groups.
+  float rms_norm_eps = 1e-6f;             ///< Of input_layernorm and of query and key norms.
   /// Of q_a_layernorm and kv_a_layernorm: these models never pass rms_norm_eps to them.
   float latent_norm_eps = 1e-6f;
   /// Multiplies a layer's output where it joins the residual stream (MiniCPM3's scale_depth).
   float residual_scale = 1.f;
-  bool attention_bias = false;  ///< q_a_proj, kv_a_proj and o_proj have one.
+  bool attention_bias = false;  ///< The projections of the hidden states have one, ...
+  bool o_bias = false;          ///< ... and so has o_proj.
+  QkNorm qk_norm = QkNorm::none;
+  bool sinks = false;                ///< Each layer has one per query head.
+  bool post_attention_norm = false;  ///< post_attention_layernorm comes before the residual.
+  /// Stored norm weights are w - 1 (Gemma). Model holds them as w.
+  bool norm_weights_minus_one = false;
   std::int64_t vocab_size = 0;
-  std::int64_t max_position = 0;  ///< Of the trained model; rope.max_position is the table's.
+  std::int64_t max_position = 0;  ///< Of the trained model; a rope.max_position is its table's.
   DType dtype = DType::bf16;      ///< Of the checkpoint.
+
+  bool is_mla() const { return mla.num_heads > 0; }
 };
 
-/// Reads config.json's text. Throws Error that names the file and the field: corrupt_file for what is
-/// missing or malformed, unsupported for what would change attention and is not implemented here.
+/// Reads config.json's text. Throws Error that names the file and the field: corrupt_file for what
+/// is missing or malformed, unsupported for what would change attention and is not implemented
+/// here.
 ModelConfig parse_model_config(const std::string& json_text, const std::string& file_name);
 
 /// input_layernorm, attention and residual of one decoder layer.
 struct DecoderLayer {
   Tensor input_layernorm;  ///< [H]
-  MlaLayer attention;
+  std::variant<MlaLayer, AttentionLayer> attention;
+  Tensor post_attention_layernorm;  ///< Optional [H]: of the attention's output.
+  std::int32_t kv_group = 0;        ///< Into ModelConfig::groups.
 };
 
 /// Immutable; shared freely.
@@ -59,12 +83,14 @@ class Model {
   Model& operator=(Model&&) noexcept;
   ~Model();
 
-  const ModelConfig& config() const;  ///< As loaded: dims.sm_scale filled in, rope as its table is.
+  const ModelConfig& config() const;  ///< As loaded: sm_scale filled in, rope as its table is.
   DType dtype() const;
   std::int64_t num_layers() const;
   const DecoderLayer& layer(std::int64_t index) const;
-  /// A layer's weights in dtype(), as the layer was made from them; for verification.
-  const MlaWeights& weights(std::int64_t index) const;
+  /// A layer's weights in dtype(), as the layer was made from them; for verification. The kind that
+  /// the config says.
+  const MlaWeights& mla_weights(std::int64_t index) const;
+  const AttentionWeights& gqa_weights(std::int64_t index) const;
   std::int64_t weight_bytes() const;
 
  private:
@@ -77,7 +103,8 @@ struct PresetInfo {
   std::string_view name;
   ModelConfig config;
 };
-/// deepseek-v2, deepseek-v2-lite, deepseek-v3, kimi-k2, minicpm3-4b, glm-4.7-flash.
+/// deepseek-v2, deepseek-v2-lite, deepseek-v3, kimi-k2, minicpm3-4b, glm-4.7-flash, gpt-oss-20b,
+/// gpt-oss-120b, llama-2-7b, llama-3-8b, qwen2-7b, qwen3-8b, mistral-7b, gemma-3-4b.
 const std::vector<PresetInfo>& model_presets();
 
 /// The hidden state that a token id enters the first layer with, in place of an embedding: about

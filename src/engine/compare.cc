@@ -37,10 +37,10 @@ class Contest {
         context_(context),
         expanded_(ctx, model, 0, context),
         cache_(PagedKvCache::allocate(
-            {model.dtype(), model.layer(0).attention.dims().latent_dim()},
+            {model.dtype(), std::get<MlaLayer>(model.layer(0).attention).dims().latent_dim()},
             {.num_blocks = (context + kBlockSize - 1) / kBlockSize, .block_size = kBlockSize})) {
     const DType dtype = model.dtype();
-    const MlaDims& dims = model.layer(0).attention.dims();
+    const MlaDims& dims = std::get<MlaLayer>(model.layer(0).attention).dims();
     hidden_ = Tensor::empty(dtype, {1, dims.hidden_size});
     normed_ = Tensor::empty(dtype, {1, dims.hidden_size});
     rows_ = Tensor::empty(dtype, {context, dims.latent_dim()});
@@ -55,8 +55,9 @@ class Contest {
     PlanOptions options;
     options.block_size = kBlockSize;
     plan_ = make_plan(batch, ctx.plan_target, options);
-    ctx.workspace->reserve(std::max(expanded_.workspace_bytes(),
-                                    model.layer(0).attention.workspace_bytes(ctx, plan_)));
+    ctx.workspace->reserve(
+        std::max(expanded_.workspace_bytes(),
+                 std::get<MlaLayer>(model.layer(0).attention).workspace_bytes(ctx, plan_)));
     fill();
   }
 
@@ -76,7 +77,7 @@ class Contest {
         expanded_.step_expanding(normed_, rows_, out);
         break;
       case latent_cache:
-        model_.layer(0).attention(ctx_, normed_, out, latent_step(), cache_);
+        std::get<MlaLayer>(model_.layer(0).attention)(ctx_, normed_, out, latent_step(), cache_);
         break;
     }
     return std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
@@ -111,8 +112,8 @@ class Contest {
     return {block_table_.data(), 1, width, width};
   }
 
-  MlaStep latent_step() const {
-    MlaStep step;
+  AttentionStep latent_step() const {
+    AttentionStep step;
     step.plan = &plan_;
     step.block_table = block_table();
     step.slot_mapping = TensorView::of(&new_position_, {1});  // Blocks lie in order.
@@ -133,7 +134,7 @@ class Contest {
 
   /// Latent rows of all tokens but the new one into the cache.
   void fill() {
-    const MlaDims& dims = model_.layer(0).attention.dims();
+    const MlaDims& dims = std::get<MlaLayer>(model_.layer(0).attention).dims();
     const std::int64_t distinct = std::min(kPeriod, context_);
     const Tensor hidden = Tensor::empty(model_.dtype(), {distinct, dims.hidden_size});
     const Tensor latent = Tensor::empty(model_.dtype(), {distinct, dims.latent_dim()});
@@ -178,7 +179,7 @@ class Contest {
 std::vector<CompareResult> compare_at(const OpContext& ctx, const Model& model,
                                       std::int64_t context) {
   const std::int64_t positions =
-      std::min(model.config().max_position, model.config().rope.max_position);
+      std::min(model.config().max_position, model.config().groups[0].rope.max_position);
   FOVEA_CHECK(context >= 1 && context <= positions, invalid_argument,
               "context is {}, must be from 1 to {}, the model's positions", context, positions);
   Contest contest(ctx, model, context);

@@ -68,7 +68,7 @@ double arrival_rate(Arrivals arrivals) {
 
 /// Positions that the model's cos/sin table has.
 std::int64_t max_position(const Model& model) {
-  return std::min(model.config().max_position, model.config().rope.max_position);
+  return std::min(model.config().max_position, model.config().groups[0].rope.max_position);
 }
 
 /// The `count` largest values.

@@ -21,10 +21,10 @@ void for_row_ranges(ThreadPool& pool, std::int64_t n, F&& fn) {
 ExpandedAttention::ExpandedAttention(const OpContext& ctx, const Model& model, std::int64_t layer,
                                      std::int64_t num_keys)
     : ctx_(ctx),
-      weights_(model.weights(layer)),
-      dims_(model.layer(layer).attention.dims()),
+      weights_(model.mla_weights(layer)),
+      dims_(std::get<MlaLayer>(model.layer(layer).attention).dims()),
       eps_(model.config().latent_norm_eps),
-      rotary_(model.config().rope),
+      rotary_(model.config().groups[0].rope),
       q_b_proj_(weights_.q_b_proj, {}),
       kv_a_proj_(weights_.kv_a_proj, weights_.kv_a_bias),
       kv_b_proj_(weights_.kv_b_proj, {}),

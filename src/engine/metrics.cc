@@ -66,7 +66,7 @@ void Metrics::on_step(const BatchPlan& plan, std::span<const ScheduledRequest> s
   counts_.peak_context_rows =
       std::max<std::int64_t>(counts_.peak_context_rows, plan.peak_context_rows);
   for (std::int64_t i = 0; i < model_.num_layers(); ++i) {
-    flops_ += layer_flops(model_.layer(i).attention.dims(), plan);
+    flops_ += layer_flops(std::get<MlaLayer>(model_.layer(i).attention).dims(), plan);
   }
   std::int64_t prompt_tokens = 0;
   for (const ScheduledRequest& scheduled : step) {

@@ -93,8 +93,8 @@ double relative_error(std::span<const double> expected, std::span<const double> 
 }
 
 oracle::MlaWeights oracle_weights(const Model& model, std::int64_t layer) {
-  const MlaWeights& source = model.weights(layer);
-  const MlaDims& dims = model.layer(layer).attention.dims();
+  const MlaWeights& source = model.mla_weights(layer);
+  const MlaDims& dims = std::get<MlaLayer>(model.layer(layer).attention).dims();
   FOVEA_CHECK(source.kv_b_order == KvBOrder::per_head, unsupported,
               "verification reads kv_b_proj head by head");
   oracle::MlaWeights weights;
@@ -105,7 +105,7 @@ oracle::MlaWeights oracle_weights(const Model& model, std::int64_t layer) {
   weights.qk_nope_head_dim = dims.qk_nope_head_dim;
   weights.qk_rope_head_dim = dims.qk_rope_head_dim;
   weights.v_head_dim = dims.v_head_dim;
-  weights.sm_scale = oracle_sm_scale(dims, model.config().rope);
+  weights.sm_scale = oracle_sm_scale(dims, model.config().groups[0].rope);
   weights.rms_norm_eps = model.config().latent_norm_eps;
   weights.q_a_proj = to_doubles(source.q_a_proj);
   weights.q_a_bias = to_doubles(source.q_a_bias);
@@ -117,7 +117,7 @@ oracle::MlaWeights oracle_weights(const Model& model, std::int64_t layer) {
   weights.kv_b_proj = to_doubles(source.kv_b_proj);
   weights.o_proj = to_doubles(source.o_proj);
   weights.o_bias = to_doubles(source.o_bias);
-  weights.rotary = oracle_rotary(model.config().rope);
+  weights.rotary = oracle_rotary(model.config().groups[0].rope);
   return weights;
 }
 

@@ -22,7 +22,8 @@ void add_row(T* x, const T* y, std::int64_t count, float scale) {
 }
 
 PagedKvCache allocate_cache(const Model& model, std::int64_t layer, const StepLimits& limits) {
-  const KvFormat format{model.dtype(), model.layer(layer).attention.dims().latent_dim()};
+  const KvFormat format{model.dtype(),
+                        std::get<MlaLayer>(model.layer(layer).attention).dims().latent_dim()};
   try {
     return PagedKvCache::allocate(
         format, {.num_blocks = limits.num_blocks, .block_size = limits.block_size});
@@ -41,19 +42,19 @@ PagedKvCache allocate_cache(const Model& model, std::int64_t layer, const StepLi
 
 StepRunner::StepRunner(const OpContext& ctx, const Model& model, const StepLimits& limits)
     : ctx_(ctx), model_(model), limits_(limits) {
-  const MlaLimits layer_limits{.max_tokens = limits.max_rows,
-                               .max_num_seqs = limits.max_num_seqs,
-                               .workspace_rows = limits.workspace_rows,
-                               .max_seq_len = limits.max_seq_len};
+  const AttentionLimits layer_limits{.max_tokens = limits.max_rows,
+                                     .max_num_seqs = limits.max_num_seqs,
+                                     .workspace_rows = limits.workspace_rows,
+                                     .max_seq_len = limits.max_seq_len};
   for (std::int64_t i = 0; i < model.num_layers(); ++i) {
-    const MlaLayer& attention = model.layer(i).attention;
+    const MlaLayer& attention = std::get<MlaLayer>(model.layer(i).attention);
     caches_.push_back(allocate_cache(model, i, limits));
     workspace_bytes_ = std::max(workspace_bytes_, attention.workspace_bytes(ctx, layer_limits));
   }
   ctx.workspace->reserve(workspace_bytes_);
   ctx.workspace->reset_peak();
 
-  const std::int64_t H = model.config().dims.hidden_size;
+  const std::int64_t H = model.config().hidden_size;
   hidden_ = Tensor::empty(model.dtype(), {limits.max_rows, H});
   normed_ = Tensor::empty(model.dtype(), {limits.max_rows, H});
   output_ = Tensor::empty(model.dtype(), {limits.max_rows, H});
@@ -83,7 +84,7 @@ StepRunner::Times StepRunner::run(const Workload& workload, std::span<const Sche
   options.block_size = limits_.block_size;
   plan_ = make_plan(batch_, ctx_.plan_target, options);
   const std::int64_t rows = plan_.num_actual_tokens;
-  MlaStep operands;
+  AttentionStep operands;
   operands.plan = &plan_;
   operands.block_table = block_table();
   operands.slot_mapping = TensorView::of(slots_.data(), {rows});
@@ -97,8 +98,8 @@ StepRunner::Times StepRunner::run(const Workload& workload, std::span<const Sche
                     .weight = layer.input_layernorm,
                     .out = normed,
                     .eps = model_.config().rms_norm_eps});
-    layer.attention(ctx_, normed, output_.view().slice(0, 0, rows), operands,
-                    caches_[static_cast<std::size_t>(i)]);
+    std::get<MlaLayer>(layer.attention)(ctx_, normed, output_.view().slice(0, 0, rows), operands,
+                                        caches_[static_cast<std::size_t>(i)]);
     times.busy_ms += ms_since(begin);
 
     begin = Clock::now();

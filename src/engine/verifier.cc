@@ -210,7 +210,7 @@ Verifier::Verifier(const Model& model, std::int64_t rows, std::uint64_t seed)
   std::int64_t bytes = 0;
   for (std::int64_t layer = 0; layer < model.num_layers(); ++layer) {
     state_->samplers.emplace_back(rows, seed, layer);
-    const MlaWeights& w = model.weights(layer);
+    const MlaWeights& w = model.mla_weights(layer);
     for (const TensorView& view : {w.q_a_proj, w.q_b_proj, w.kv_a_proj, w.kv_b_proj, w.o_proj}) {
       if (view) bytes += view.numel() * static_cast<std::int64_t>(sizeof(double));
     }

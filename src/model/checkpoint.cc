@@ -143,12 +143,12 @@ std::string layer_prefix(const Checkpoint& checkpoint, std::int64_t layer) {
 }  // namespace
 
 LayerTensors read_layer(Checkpoint& checkpoint, const ModelConfig& config, std::int64_t layer) {
-  const MlaDims& d = config.dims;
+  const MlaDims& d = config.mla;
   const std::int64_t q_width = d.num_heads * d.qk_head_dim();
   LayerReader read(checkpoint, layer_prefix(checkpoint, layer));
 
   LayerTensors result;
-  MlaWeights& w = result.attention;
+  MlaWeights& w = result.mla;
   result.input_layernorm = read("input_layernorm.weight", {d.hidden_size});
   if (d.q_lora_rank > 0) {
     w.q_a_proj = read("self_attn.q_a_proj.weight", {d.q_lora_rank, d.hidden_size});
@@ -165,8 +165,8 @@ LayerTensors read_layer(Checkpoint& checkpoint, const ModelConfig& config, std::
   w.o_proj = read("self_attn.o_proj.weight", {d.hidden_size, d.num_heads * d.v_head_dim});
   if (config.attention_bias) {
     w.kv_a_bias = read("self_attn.kv_a_proj_with_mqa.bias", {d.latent_dim()});
-    w.o_bias = read("self_attn.o_proj.bias", {d.hidden_size});
   }
+  if (config.o_bias) w.o_bias = read("self_attn.o_proj.bias", {d.hidden_size});
   read.refuse_unread("self_attn.");
   return result;
 }

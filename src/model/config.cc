@@ -375,12 +375,16 @@ ModelConfig parse_model_config(const std::string& json_text, const std::string& 
   ModelConfig config;
   config.model_type = architecture.model_type;
   config.num_layers = fields.dim("num_hidden_layers");
-  config.dims = parse_dims(fields, config.model_type);
+  config.mla = parse_dims(fields, config.model_type);
+  config.hidden_size = config.mla.hidden_size;
   config.max_position = fields.dim("max_position_embeddings");
-  config.rope = parse_rope(fields, architecture, config.dims, config.max_position);
-  config.dims.sm_scale = softmax_scale(config.dims, config.rope);
+  const RopeConfig rope = parse_rope(fields, architecture, config.mla, config.max_position);
+  config.groups = {{AttentionVariant{}, rope}};
+  config.layer_group.assign(static_cast<std::size_t>(config.num_layers), 0);
+  config.mla.sm_scale = softmax_scale(config.mla, rope);
   config.rms_norm_eps = static_cast<float>(fields.number("rms_norm_eps", 0));
   config.attention_bias = fields.boolean_or("attention_bias", false);
+  config.o_bias = config.attention_bias;
   config.vocab_size = fields.dim("vocab_size");
   config.dtype = parse_checkpoint_dtype(fields);
   if (config.model_type == "minicpm3") {

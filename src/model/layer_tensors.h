@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "fovea/attention.h"
 #include "fovea/mla.h"
 #include "fovea/thread_pool.h"
 
@@ -10,17 +11,40 @@ namespace fovea {
 
 /// Views of somebody's memory, in whatever dtype and alignment it has.
 struct LayerTensors {
-  TensorView input_layernorm;  ///< [H]
-  MlaWeights attention;
+  TensorView input_layernorm;           ///< [H]
+  TensorView post_attention_layernorm;  ///< [H]; absent unless the model has one.
+  MlaWeights mla;                       ///< Of a model with latent attention, ...
+  AttentionWeights gqa;                 ///< ... or with grouped-query attention.
 };
 
 /// Calls fn(TensorView&) for each tensor that is there.
 template <class Fn>
 void for_each_tensor(LayerTensors& layer, Fn&& fn) {
-  MlaWeights& w = layer.attention;
-  for (TensorView* view :
-       {&layer.input_layernorm, &w.q_a_proj, &w.q_a_bias, &w.q_a_layernorm, &w.q_b_proj,
-        &w.kv_a_proj, &w.kv_a_bias, &w.kv_a_layernorm, &w.kv_b_proj, &w.o_proj, &w.o_bias}) {
+  MlaWeights& m = layer.mla;
+  AttentionWeights& g = layer.gqa;
+  for (TensorView* view : {&layer.input_layernorm,
+                           &layer.post_attention_layernorm,
+                           &m.q_a_proj,
+                           &m.q_a_bias,
+                           &m.q_a_layernorm,
+                           &m.q_b_proj,
+                           &m.kv_a_proj,
+                           &m.kv_a_bias,
+                           &m.kv_a_layernorm,
+                           &m.kv_b_proj,
+                           &m.o_proj,
+                           &m.o_bias,
+                           &g.q_proj,
+                           &g.q_bias,
+                           &g.k_proj,
+                           &g.k_bias,
+                           &g.v_proj,
+                           &g.v_bias,
+                           &g.q_norm,
+                           &g.k_norm,
+                           &g.o_proj,
+                           &g.o_bias,
+                           &g.sinks}) {
     if (*view) fn(*view);
   }
 }

@@ -21,6 +21,8 @@ struct Model::State {
   std::unique_ptr<Checkpoint> checkpoint;
   std::vector<LayerMemory> memory;
   std::vector<DecoderLayer> layers;
+
+  const LayerTensors& tensors(std::int64_t index, bool of_mla) const;
 };
 
 namespace {
@@ -59,6 +61,10 @@ const PresetInfo* find_preset(const std::string& name) {
        "model {} is neither a directory with a config.json nor one of {}", name, known);
 }
 
+DType matrix_dtype(const ModelConfig& config, const LayerTensors& tensors) {
+  return config.is_mla() ? tensors.mla.kv_b_proj.dtype : tensors.gqa.o_proj.dtype;
+}
+
 std::int64_t layer_count(const ModelConfig& config, std::int64_t asked,
                          std::int64_t default_count) {
   const std::int64_t count = asked == -1 ? default_count : asked;
@@ -67,12 +73,41 @@ std::int64_t layer_count(const ModelConfig& config, std::int64_t asked,
   return count;
 }
 
-DecoderLayer make_layer(const ModelConfig& config, const LayerTensors& tensors,
-                        const std::shared_ptr<const RotaryEmbedding>& rotary,
-                        const MlaOptions& options) {
-  Tensor norm = Tensor::empty(tensors.input_layernorm.dtype, {config.dims.hidden_size});
-  copy(tensors.input_layernorm, norm.view());
-  return {std::move(norm), MlaLayer(config.dims, tensors.attention, rotary, options)};
+Tensor copy_of(const TensorView& vector) {
+  if (!vector) return {};
+  Tensor result = Tensor::empty(vector.dtype, {vector.shape[0]});
+  copy(vector, result.view());
+  return result;
+}
+
+/// One table for each KV group; none where nothing turns.
+using Rotaries = std::vector<std::shared_ptr<const RotaryEmbedding>>;
+
+Rotaries make_rotaries(ModelConfig& config, std::int64_t max_position) {
+  Rotaries rotaries;
+  for (KvGroupConfig& group : config.groups) {
+    rotaries.push_back(group.rope.dim > 0 ? make_rotary(group.rope, max_position) : nullptr);
+  }
+  return rotaries;
+}
+
+DecoderLayer make_layer(const ModelConfig& config, std::size_t index, const LayerTensors& tensors,
+                        const Rotaries& rotaries, const Model::Options& options) {
+  const std::int32_t group = config.layer_group[index];
+  const auto& rotary = rotaries[static_cast<std::size_t>(group)];
+  auto attention = [&]() -> std::variant<MlaLayer, AttentionLayer> {
+    if (config.is_mla()) {
+      return MlaLayer(config.mla, tensors.mla, rotary,
+                      {.absorption = options.absorption,
+                       .rms_norm_eps = config.latent_norm_eps,
+                       .linear = options.linear});
+    }
+    return AttentionLayer(
+        config.gqa, tensors.gqa, rotary,
+        {.qk_norm = config.qk_norm, .rms_norm_eps = config.rms_norm_eps, .linear = options.linear});
+  };
+  return {copy_of(tensors.input_layernorm), attention(), copy_of(tensors.post_attention_layernorm),
+          group};
 }
 
 }  // namespace
@@ -109,20 +144,16 @@ Model Model::load(const std::string& name_or_directory, const Options& options) 
   for (std::int64_t i = 0; i < num_layers; ++i) {
     if (state.checkpoint) {
       const LayerTensors tensors = read_layer(*state.checkpoint, state.config, i);
-      if (i == 0) state.config.dtype = tensors.attention.kv_b_proj.dtype;
+      if (i == 0) state.config.dtype = matrix_dtype(state.config, tensors);
       state.memory.push_back(convert_layer(tensors, options.dtype, *pool));
     } else {
       state.memory.push_back(seeded_layer(state.config, options.seed, i, options.dtype, *pool));
     }
   }
 
-  const auto rotary = make_rotary(state.config.rope, options.max_position);
-  MlaOptions layer_options;
-  layer_options.absorption = options.absorption;
-  layer_options.rms_norm_eps = state.config.latent_norm_eps;
-  layer_options.linear = options.linear;
-  for (const LayerMemory& memory : state.memory) {
-    state.layers.push_back(make_layer(state.config, memory.tensors, rotary, layer_options));
+  const Rotaries rotaries = make_rotaries(state.config, options.max_position);
+  for (std::size_t i = 0; i < state.memory.size(); ++i) {
+    state.layers.push_back(make_layer(state.config, i, state.memory[i].tensors, rotaries, options));
   }
   return model;
 }
@@ -138,16 +169,31 @@ const DecoderLayer& Model::layer(std::int64_t index) const {
   return state_->layers[static_cast<std::size_t>(index)];
 }
 
-const MlaWeights& Model::weights(std::int64_t index) const {
-  FOVEA_CHECK(index >= 0 && index < num_layers(), invalid_argument,
-              "layer is {}, but must be in [0, {})", index, num_layers());
-  return state_->memory[static_cast<std::size_t>(index)].tensors.attention;
+const LayerTensors& Model::State::tensors(std::int64_t index, bool of_mla) const {
+  const auto count = static_cast<std::int64_t>(memory.size());
+  FOVEA_CHECK(index >= 0 && index < count, invalid_argument, "layer is {}, but must be in [0, {})",
+              index, count);
+  FOVEA_CHECK(config.is_mla() == of_mla, invalid_argument,
+              "weights of {} attention are asked, but {} has {} attention",
+              of_mla ? "latent" : "grouped-query", config.model_type,
+              of_mla ? "grouped-query" : "latent");
+  return memory[static_cast<std::size_t>(index)].tensors;
+}
+
+const MlaWeights& Model::mla_weights(std::int64_t index) const {
+  return state_->tensors(index, true).mla;
+}
+
+const AttentionWeights& Model::gqa_weights(std::int64_t index) const {
+  return state_->tensors(index, false).gqa;
 }
 
 std::int64_t Model::weight_bytes() const {
   std::int64_t bytes = 0;
   for (const DecoderLayer& layer : state_->layers) {
-    bytes += layer.input_layernorm.nbytes() + layer.attention.weight_bytes();
+    bytes +=
+        layer.input_layernorm.nbytes() + layer.post_attention_layernorm.nbytes() +
+        std::visit([](const auto& attention) { return attention.weight_bytes(); }, layer.attention);
   }
   return bytes;
 }

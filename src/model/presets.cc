@@ -12,22 +12,25 @@ ModelConfig base(std::string model_type, std::int64_t num_layers, const MlaDims&
   ModelConfig config;
   config.model_type = std::move(model_type);
   config.num_layers = num_layers;
-  config.dims = dims;
-  config.rope.dim = dims.qk_rope_head_dim;
+  config.hidden_size = dims.hidden_size;
+  config.mla = dims;
+  config.groups.resize(1);
+  config.groups[0].rope.dim = dims.qk_rope_head_dim;
+  config.layer_group.assign(static_cast<std::size_t>(num_layers), 0);
   return config;
 }
 
 void set_positions(ModelConfig& config, std::int64_t max_position, double theta) {
   config.max_position = max_position;
-  config.rope.max_position = max_position;
-  config.rope.theta = theta;
+  config.groups[0].rope.max_position = max_position;
+  config.groups[0].rope.theta = theta;
 }
 
 void set_yarn(ModelConfig& config, const YarnScaling& yarn) {
-  config.rope.scaling = yarn;
+  config.groups[0].rope.scaling = yarn;
   const double mscale = yarn_mscale(yarn.factor, yarn.mscale_all_dim);
-  config.dims.sm_scale = static_cast<float>(
-      mscale * mscale / std::sqrt(static_cast<double>(config.dims.qk_head_dim())));
+  config.mla.sm_scale = static_cast<float>(
+      mscale * mscale / std::sqrt(static_cast<double>(config.mla.qk_head_dim())));
 }
 
 ModelConfig deepseek_v2() {
@@ -104,16 +107,16 @@ ModelConfig minicpm3_4b() {
   config.rms_norm_eps = 1e-5f;
   config.residual_scale = static_cast<float>(1.4 / std::sqrt(62.0));
   set_positions(config, 32768, 10000);
-  config.rope.pairing = RopePairing::neox;
+  config.groups[0].rope.pairing = RopePairing::neox;
   const std::vector<double> factors = {
       1.0591234137867171, 1.1241891283591912, 1.2596935748670968, 1.5380380402321725,
       2.093982484148734,  3.1446935121267696, 4.937952647693647,  7.524541999994549,
       10.475458000005451, 13.062047352306353, 14.85530648787323,  15.906017515851266,
       16.461961959767827, 16.740306425132907, 16.87581087164081,  16.940876586213285};
-  config.rope.scaling = LongRopeScaling{.short_factor = factors,
-                                        .long_factor = factors,
-                                        .original_max_position = 32768,
-                                        .max_position = 32768};
+  config.groups[0].rope.scaling = LongRopeScaling{.short_factor = factors,
+                                                  .long_factor = factors,
+                                                  .original_max_position = 32768,
+                                                  .max_position = 32768};
   return config;
 }
 
@@ -133,7 +136,7 @@ ModelConfig glm_4_7_flash() {
 }
 
 PresetInfo preset(std::string_view name, ModelConfig config) {
-  config.dims = config.dims.validated();
+  config.mla = config.mla.validated();
   return {name, std::move(config)};
 }
 

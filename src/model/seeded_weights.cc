@@ -85,7 +85,7 @@ class LayerMaker {
  public:
   LayerMaker(const ModelConfig& config, std::uint64_t seed, std::int64_t layer, DType dtype,
              ThreadPool& pool)
-      : dims_(config.dims), seed_(seed), layer_(layer), dtype_(dtype), pool_(pool) {}
+      : dims_(config.mla), seed_(seed), layer_(layer), dtype_(dtype), pool_(pool) {}
 
   LayerMemory make(bool attention_bias);
 
@@ -209,7 +209,7 @@ LayerMemory LayerMaker::make(bool attention_bias) {
   const double from_hidden = inv_sqrt(static_cast<double>(H) * spread);
 
   LayerTensors& t = result_.tensors;
-  MlaWeights& w = t.attention;
+  MlaWeights& w = t.mla;
   t.input_layernorm = norm_weight(TensorId::input_layernorm, H, 0);
   w.kv_a_proj = random(TensorId::kv_a_proj, {L + R, H}, from_hidden);
   if (Lq > 0) {

@@ -16,7 +16,7 @@ TEST(CompareMethods, AllGiveTheSameRowAndTheirCacheBytes) {
     const std::array<std::int64_t, 3> contexts{1, 17, 600};
     const std::vector<CompareResult> results = compare_methods(runtime, model, contexts);
     ASSERT_EQ(results.size(), 9u);
-    const MlaDims& dims = model.config().dims;
+    const MlaDims& dims = model.config().mla;
     for (std::size_t i = 0; i < results.size(); ++i) {
       SCOPED_TRACE(results[i].method);
       const char* methods[] = {"expanded_cache", "expand_every_step", "fovea"};

@@ -247,8 +247,9 @@ class PlanReader : public StepObserver {
   void on_layer(const LayerTrace& trace) override {
     const BatchPlan& plan = *trace.plan;
     context_rows = std::max<std::int64_t>(context_rows, plan.peak_context_rows);
-    workspace_bytes =
-        std::max(workspace_bytes, model_.layer(trace.layer).attention.workspace_bytes(ctx_, plan));
+    workspace_bytes = std::max(
+        workspace_bytes,
+        std::get<MlaLayer>(model_.layer(trace.layer).attention).workspace_bytes(ctx_, plan));
     for (std::size_t i = 0; i < trace.seq_lens.size(); ++i) {
       const std::int32_t query_len = trace.query_start_loc[i + 1] - trace.query_start_loc[i];
       const std::int64_t first_position =

@@ -30,7 +30,7 @@ class FaultyLayers : public StepObserver {
                     .eps = model_.config().rms_norm_eps});
     const BatchPlan plan = make_step_plan(trace);
     const std::vector<std::int64_t> slots = slots_of(trace);
-    MlaStep step;
+    AttentionStep step;
     step.plan = &plan;
     step.block_table = trace.block_table;
     step.slot_mapping = TensorView::of(slots.data(), {std::ssize(slots)});
@@ -42,9 +42,9 @@ class FaultyLayers : public StepObserver {
 
  private:
   MlaLayer make_layer(std::int64_t index) {
-    MlaDims dims = model_.layer(index).attention.dims();
-    MlaWeights weights = model_.weights(index);
-    RopeConfig rope = model_.config().rope;
+    MlaDims dims = std::get<MlaLayer>(model_.layer(index).attention).dims();
+    MlaWeights weights = model_.mla_weights(index);
+    RopeConfig rope = model_.config().groups[0].rope;
     if (fault_ == Fault::sm_scale) {
       // The scale of an absorbed query's width in place of the head's.
       dims.sm_scale *=

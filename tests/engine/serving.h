@@ -104,7 +104,7 @@ inline Outcome serve(const OpContext& ctx, const Model& model, const Workload& w
     if (refused.contains(i)) continue;
     output = read_dump(directory.path() + name,
                        workload.requests[static_cast<std::size_t>(i)].answer_tokens,
-                       model.config().dims.hidden_size);
+                       model.config().hidden_size);
   }
   return outcome;
 }

@@ -82,11 +82,11 @@ class Golden : public ::testing::TestWithParam<std::string> {
   void check(const Runtime& runtime, const MlaLayer& layer, const Steps& steps) const {
     SCOPED_TRACE(steps.name);
     const std::int64_t tokens = hidden_.view().shape[0];
-    const Tensor out = Tensor::empty(DType::f32, {tokens, config_.dims.hidden_size});
+    const Tensor out = Tensor::empty(DType::f32, {tokens, config_.mla.hidden_size});
     test::SequenceRunner runner(runtime, layer, tokens, {.workspace_rows = steps.workspace_rows});
     EXPECT_GE(runner.run(hidden_, out, steps.sizes), steps.least_chunks);
     EXPECT_TRUE(test::rows_close(expected_, out, {1e-4}));
-    const auto latent_dim = static_cast<std::size_t>(config_.dims.latent_dim());
+    const auto latent_dim = static_cast<std::size_t>(config_.mla.latent_dim());
     for (std::int64_t t = 0; t < tokens; ++t) {
       const auto row =
           std::span(expected_latent_).subspan(static_cast<std::size_t>(t) * latent_dim, latent_dim);
@@ -103,16 +103,16 @@ class Golden : public ::testing::TestWithParam<std::string> {
 };
 
 TEST_P(Golden, EveryWayToRunGivesTheSame) {
-  const auto rotary = std::make_shared<const RotaryEmbedding>(config_.rope);
+  const auto rotary = std::make_shared<const RotaryEmbedding>(config_.groups[0].rope);
   const std::int64_t tokens = hidden_.view().shape[0];
   for (const char* backend : {"auto", "reference"}) {
     const Runtime runtime({.backend = backend, .num_threads = 2});
     for (const MlaAbsorption absorption : {MlaAbsorption::two_step, MlaAbsorption::full}) {
       SCOPED_TRACE(backend);
-      const MlaLayer layer(config_.dims, weights_.tensors.attention, rotary,
+      const MlaLayer layer(config_.mla, weights_.tensors.mla, rotary,
                            {.absorption = absorption, .rms_norm_eps = config_.latent_norm_eps});
       for (const Steps& steps : ways_to_run(tokens)) check(runtime, layer, steps);
-      if (config_.dims.hidden_size > 1024) return;  // Once is enough of the real dimensions.
+      if (config_.mla.hidden_size > 1024) return;  // Once is enough of the real dimensions.
     }
   }
 }
@@ -125,28 +125,28 @@ TEST_P(GoldenControl, WrongScalePairingOrLengthIsNoticed) {
   const Runtime runtime({.num_threads = 2});
   const std::int64_t tokens = hidden_.view().shape[0];
   auto is_close = [&](const MlaDims& dims, const RopeConfig& rope, float eps) {
-    const MlaLayer layer(dims, weights_.tensors.attention,
-                         std::make_shared<const RotaryEmbedding>(rope), {.rms_norm_eps = eps});
+    const MlaLayer layer(dims, weights_.tensors.mla, std::make_shared<const RotaryEmbedding>(rope),
+                         {.rms_norm_eps = eps});
     const Tensor out = Tensor::empty(DType::f32, {tokens, dims.hidden_size});
     test::SequenceRunner(runtime, layer, tokens).step(hidden_, out);
     return static_cast<bool>(test::rows_close(expected_, out, {1e-4}));
   };
-  EXPECT_TRUE(is_close(config_.dims, config_.rope, config_.latent_norm_eps));
+  EXPECT_TRUE(is_close(config_.mla, config_.groups[0].rope, config_.latent_norm_eps));
 
-  MlaDims dims = config_.dims;
+  MlaDims dims = config_.mla;
   dims.sm_scale *= 1.01f;
-  EXPECT_FALSE(is_close(dims, config_.rope, config_.latent_norm_eps));
-  RopeConfig rope = config_.rope;
+  EXPECT_FALSE(is_close(dims, config_.groups[0].rope, config_.latent_norm_eps));
+  RopeConfig rope = config_.groups[0].rope;
   rope.pairing = rope.pairing == RopePairing::neox ? RopePairing::interleaved : RopePairing::neox;
-  EXPECT_FALSE(is_close(config_.dims, rope, config_.latent_norm_eps));
-  rope = config_.rope;
+  EXPECT_FALSE(is_close(config_.mla, rope, config_.latent_norm_eps));
+  rope = config_.groups[0].rope;
   rope.theta *= 1.1;
-  EXPECT_FALSE(is_close(config_.dims, rope, config_.latent_norm_eps));
-  rope = config_.rope;
+  EXPECT_FALSE(is_close(config_.mla, rope, config_.latent_norm_eps));
+  rope = config_.groups[0].rope;
   rope.scaling = {};
-  EXPECT_EQ(is_close(config_.dims, rope, config_.latent_norm_eps),
-            std::holds_alternative<std::monostate>(config_.rope.scaling));
-  EXPECT_FALSE(is_close(config_.dims, config_.rope, 1e-2f));
+  EXPECT_EQ(is_close(config_.mla, rope, config_.latent_norm_eps),
+            std::holds_alternative<std::monostate>(config_.groups[0].rope.scaling));
+  EXPECT_FALSE(is_close(config_.mla, config_.groups[0].rope, 1e-2f));
 }
 
 std::string name_of_case(const ::testing::TestParamInfo<std::string>& info) { return info.param; }

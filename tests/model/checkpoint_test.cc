@@ -45,7 +45,7 @@ TEST(Checkpoint, LayersAreViewsOfTheFile) {
   const LayerTensors layer = read_layer(checkpoint, tiny(), 1);
   EXPECT_EQ(layer.input_layernorm.shape[0], 16);
   EXPECT_EQ(*layer.input_layernorm.ptr<float>({1}), 1.25f);
-  const MlaWeights& w = layer.attention;
+  const MlaWeights& w = layer.mla;
   EXPECT_EQ(to_string(w.q_b_proj), to_string(TensorView::of<float>(nullptr, {12, 6})));
   EXPECT_EQ(to_string(w.kv_a_proj), to_string(TensorView::of<float>(nullptr, {10, 16})));
   EXPECT_EQ(to_string(w.kv_b_proj), to_string(TensorView::of<float>(nullptr, {14, 8})));
@@ -74,9 +74,9 @@ TEST(Checkpoint, UncompressedQueriesBiasesAndBareNamesAreRead) {
   dir.write("model.safetensors", test::safetensors_bytes(tensors));
   Checkpoint checkpoint(dir.path());
   const LayerTensors layer = read_layer(checkpoint, config_of(config), 1);
-  EXPECT_FALSE(layer.attention.q_a_proj || layer.attention.q_a_bias);
-  EXPECT_EQ(layer.attention.q_b_proj.shape[1], 16);
-  EXPECT_TRUE(layer.attention.kv_a_bias && layer.attention.o_bias);
+  EXPECT_FALSE(layer.mla.q_a_proj || layer.mla.q_a_bias);
+  EXPECT_EQ(layer.mla.q_b_proj.shape[1], 16);
+  EXPECT_TRUE(layer.mla.kv_a_bias && layer.mla.o_bias);
 }
 
 TEST(Checkpoint, EveryMissingTensorIsNamed) {
@@ -174,7 +174,7 @@ TEST(Checkpoint, ShardsAreOpenedAsTheIndexSays) {
   auto read = [&] {
     Checkpoint checkpoint(dir.path());
     const LayerTensors layer = read_layer(checkpoint, tiny(), 0);
-    EXPECT_EQ(*layer.attention.o_proj.ptr<float>({0, 1}), 0.25f);
+    EXPECT_EQ(*layer.mla.o_proj.ptr<float>({0, 1}), 0.25f);
     read_layer(checkpoint, tiny(), 1);
   };
   write_index(map);
@@ -231,14 +231,14 @@ TEST(ConvertLayer, KeepsWhatFitsAndConvertsTheRest) {
 
   const LayerMemory same = convert_layer(layer, DType::f32, *pool);
   EXPECT_EQ(same.memory.size(), 1u);
-  EXPECT_EQ(same.tensors.attention.o_proj.data, layer.attention.o_proj.data);
-  EXPECT_NE(same.tensors.attention.kv_b_proj.data, layer.attention.kv_b_proj.data);
-  EXPECT_EQ(*same.tensors.attention.kv_b_proj.ptr<float>({13, 7}), 111.f);
+  EXPECT_EQ(same.tensors.mla.o_proj.data, layer.mla.o_proj.data);
+  EXPECT_NE(same.tensors.mla.kv_b_proj.data, layer.mla.kv_b_proj.data);
+  EXPECT_EQ(*same.tensors.mla.kv_b_proj.ptr<float>({13, 7}), 111.f);
 
   const LayerMemory halves = convert_layer(layer, DType::bf16, *pool);
   EXPECT_EQ(halves.memory.size(), 7u);
-  EXPECT_EQ(halves.tensors.attention.kv_b_proj.data, layer.attention.kv_b_proj.data);
-  EXPECT_EQ(to_float(*halves.tensors.attention.o_proj.ptr<BFloat16>({0, 1})), 0.25f);
+  EXPECT_EQ(halves.tensors.mla.kv_b_proj.data, layer.mla.kv_b_proj.data);
+  EXPECT_EQ(to_float(*halves.tensors.mla.o_proj.ptr<BFloat16>({0, 1})), 0.25f);
 }
 
 TEST(ConvertLayer, MovesTensorsThatLieAtOddAddresses) {

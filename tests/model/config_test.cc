@@ -31,29 +31,29 @@ TEST(ModelConfig, DimensionsAndDefaultsAreRead) {
   const ModelConfig config = parse(tiny_config());
   EXPECT_EQ(config.model_type, "deepseek_v3");
   EXPECT_EQ(config.num_layers, 2);
-  EXPECT_EQ(config.dims.hidden_size, 16);
-  EXPECT_EQ(config.dims.num_heads, 2);
-  EXPECT_EQ(config.dims.q_lora_rank, 6);
-  EXPECT_EQ(config.dims.kv_lora_rank, 8);
-  EXPECT_EQ(config.dims.qk_nope_head_dim, 4);
-  EXPECT_EQ(config.dims.qk_rope_head_dim, 2);
-  EXPECT_EQ(config.dims.v_head_dim, 3);
+  EXPECT_EQ(config.mla.hidden_size, 16);
+  EXPECT_EQ(config.mla.num_heads, 2);
+  EXPECT_EQ(config.mla.q_lora_rank, 6);
+  EXPECT_EQ(config.mla.kv_lora_rank, 8);
+  EXPECT_EQ(config.mla.qk_nope_head_dim, 4);
+  EXPECT_EQ(config.mla.qk_rope_head_dim, 2);
+  EXPECT_EQ(config.mla.v_head_dim, 3);
   EXPECT_EQ(config.vocab_size, 100);
   EXPECT_EQ(config.max_position, 640);
   EXPECT_EQ(config.dtype, DType::f32);
   EXPECT_EQ(config.residual_scale, 1.f);
   EXPECT_EQ(config.latent_norm_eps, 1e-6f);
   EXPECT_FALSE(config.attention_bias);
-  EXPECT_EQ(config.rope.dim, 2);
-  EXPECT_EQ(config.rope.max_position, 640);
-  EXPECT_EQ(config.rope.pairing, RopePairing::interleaved);
-  const auto& yarn = std::get<YarnScaling>(config.rope.scaling);
+  EXPECT_EQ(config.groups[0].rope.dim, 2);
+  EXPECT_EQ(config.groups[0].rope.max_position, 640);
+  EXPECT_EQ(config.groups[0].rope.pairing, RopePairing::interleaved);
+  const auto& yarn = std::get<YarnScaling>(config.groups[0].rope.scaling);
   EXPECT_EQ(yarn.factor, 40);
   EXPECT_EQ(yarn.original_max_position, 16);
 }
 
 TEST(ModelConfig, UncompressedQueriesAreNullNotAbsent) {
-  EXPECT_EQ(changed([](json& c) { c["q_lora_rank"] = nullptr; }).dims.q_lora_rank, 0);
+  EXPECT_EQ(changed([](json& c) { c["q_lora_rank"] = nullptr; }).mla.q_lora_rank, 0);
   EXPECT_TRUE(mentions(refused(ErrorCode::corrupt_file, [](json& c) { c.erase("q_lora_rank"); }),
                        {"q_lora_rank"}));
 }
@@ -67,7 +67,7 @@ TEST(ModelConfig, SoftmaxScaleHoldsTheSquareOfYarnsMscale) {
              c["rope_scaling"]["mscale"] = mscale;
              c["rope_scaling"]["mscale_all_dim"] = all_dim;
            })
-        .dims.sm_scale;
+        .mla.sm_scale;
   };
   EXPECT_NEAR(scale(1, 1), 0.135234, 1e-6);
   EXPECT_NEAR(scale(0.707, 0.707), 0.114721, 1e-6);
@@ -85,9 +85,9 @@ TEST(ModelConfig, RopeParametersOfNewerFilesMeanTheSame) {
     c.erase("rope_theta");
     c["dtype"] = "bfloat16";
   });
-  EXPECT_EQ(new_style.rope.theta, old_style.rope.theta);
-  EXPECT_EQ(new_style.dims.sm_scale, old_style.dims.sm_scale);
-  EXPECT_EQ(std::get<YarnScaling>(new_style.rope.scaling).mscale, 1);
+  EXPECT_EQ(new_style.groups[0].rope.theta, old_style.groups[0].rope.theta);
+  EXPECT_EQ(new_style.mla.sm_scale, old_style.mla.sm_scale);
+  EXPECT_EQ(std::get<YarnScaling>(new_style.groups[0].rope.scaling).mscale, 1);
   EXPECT_EQ(new_style.dtype, DType::bf16);
 }
 
@@ -102,9 +102,9 @@ TEST(ModelConfig, NoScalingUnderAllItsSpellings) {
        {json(), json::object({{"type", "default"}}), json::object({{"rope_type", "default"}}),
         json{{"rope_theta", 50000}, {"partial_rotary_factor", 1.0}}}) {
     const ModelConfig config = plain(scaling);
-    EXPECT_TRUE(std::holds_alternative<std::monostate>(config.rope.scaling)) << scaling;
-    EXPECT_EQ(config.rope.theta, 50000);
-    EXPECT_NEAR(config.dims.sm_scale, 1 / std::sqrt(6.0), 1e-7);
+    EXPECT_TRUE(std::holds_alternative<std::monostate>(config.groups[0].rope.scaling)) << scaling;
+    EXPECT_EQ(config.groups[0].rope.theta, 50000);
+    EXPECT_NEAR(config.mla.sm_scale, 1 / std::sqrt(6.0), 1e-7);
   }
 }
 
@@ -116,6 +116,7 @@ TEST(ModelConfig, PairingFollowsTheModelType) {
              c["scale_depth"] = 1.4;
              if (interleave) c["rope_interleave"] = *interleave;
            })
+        .groups[0]
         .rope.pairing;
   };
   for (const char* type : {"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"}) {
@@ -144,9 +145,9 @@ TEST(ModelConfig, MiniCpmHasLongRopeAndScaledResiduals) {
     });
   };
   const ModelConfig config = minicpm([](json&) {});
-  EXPECT_EQ(config.dims.v_head_dim, 8);
+  EXPECT_EQ(config.mla.v_head_dim, 8);
   EXPECT_NEAR(config.residual_scale, 0.2, 1e-7);
-  const auto& longrope = std::get<LongRopeScaling>(config.rope.scaling);
+  const auto& longrope = std::get<LongRopeScaling>(config.groups[0].rope.scaling);
   EXPECT_EQ(longrope.short_factor, (std::vector<double>{1.0, 1.5}));
   EXPECT_EQ(longrope.long_factor, (std::vector<double>{2.0, 3.5}));
   EXPECT_EQ(longrope.original_max_position, 320);

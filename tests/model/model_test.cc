@@ -34,16 +34,17 @@ TEST(Model, PresetsHaveThePublishedDimensions) {
   ASSERT_EQ(model_presets().size(), 6u);
   auto expect = [](std::string_view name, std::vector<std::int64_t> dims, float sm_scale) {
     const ModelConfig& c = preset(name).config;
-    const MlaDims& d = c.dims;
+    const MlaDims& d = c.mla;
     EXPECT_EQ((std::vector<std::int64_t>{c.num_layers, d.hidden_size, d.num_heads, d.q_lora_rank,
                                          d.kv_lora_rank, d.qk_nope_head_dim, d.qk_rope_head_dim,
                                          d.v_head_dim, c.vocab_size, c.max_position}),
               dims)
         << name;
     EXPECT_NEAR(d.sm_scale, sm_scale, 1e-6) << name;
-    EXPECT_EQ(c.rope.dim, d.qk_rope_head_dim);
-    EXPECT_EQ(c.rope.max_position, c.max_position);
-    EXPECT_EQ(c.rope.pairing, name == "minicpm3-4b" ? RopePairing::neox : RopePairing::interleaved);
+    EXPECT_EQ(c.groups[0].rope.dim, d.qk_rope_head_dim);
+    EXPECT_EQ(c.groups[0].rope.max_position, c.max_position);
+    EXPECT_EQ(c.groups[0].rope.pairing,
+              name == "minicpm3-4b" ? RopePairing::neox : RopePairing::interleaved);
   };
   expect("deepseek-v2", {60, 5120, 128, 1536, 512, 128, 64, 128, 102400, 163840}, 0.114721f);
   expect("deepseek-v2-lite", {27, 2048, 16, 0, 512, 128, 64, 128, 102400, 163840}, 0.114721f);
@@ -60,15 +61,15 @@ TEST(Model, LoadsAPresetWithItsSeed) {
   const Model model = Model::load("minicpm3-4b", options);
   EXPECT_EQ(model.num_layers(), 1);
   EXPECT_EQ(model.dtype(), DType::bf16);
-  EXPECT_EQ(model.weights(0).o_proj.dtype, DType::bf16);
-  EXPECT_EQ(model.layer(0).attention.dtype(), DType::bf16);
+  EXPECT_EQ(model.mla_weights(0).o_proj.dtype, DType::bf16);
+  EXPECT_EQ(std::get<MlaLayer>(model.layer(0).attention).dtype(), DType::bf16);
   EXPECT_EQ(model.layer(0).input_layernorm.view().shape[0], 2560);
-  EXPECT_EQ(model.config().rope.max_position, 64);
+  EXPECT_EQ(model.config().groups[0].rope.max_position, 64);
   EXPECT_EQ(model.config().max_position, 32768);
   EXPECT_GT(model.weight_bytes(), 2 * 2560 * 40 * 64);
   options.seed = 4;
   const Model other = Model::load("minicpm3-4b", options);
-  EXPECT_FALSE(test::bits_equal(model.weights(0).o_proj, other.weights(0).o_proj));
+  EXPECT_FALSE(test::bits_equal(model.mla_weights(0).o_proj, other.mla_weights(0).o_proj));
 }
 
 TEST(Model, LoadsADirectoryWithoutCopyingWhatFits) {
@@ -81,10 +82,10 @@ TEST(Model, LoadsADirectoryWithoutCopyingWhatFits) {
   const Model model = std::move(loaded);
   EXPECT_EQ(model.num_layers(), 2);
   EXPECT_EQ(model.config().dtype, DType::f32);
-  EXPECT_EQ(*model.weights(1).o_proj.ptr<float>({0, 1}), 1.25f);
+  EXPECT_EQ(*model.mla_weights(1).o_proj.ptr<float>({0, 1}), 1.25f);
   EXPECT_EQ(model.layer(1).input_layernorm.ptr<float>()[1], 1.25f);
   EXPECT_THROW(model.layer(2), Error);
-  EXPECT_THROW(model.weights(-1), Error);
+  EXPECT_THROW(model.mla_weights(-1), Error);
 }
 
 TEST(Model, LayersOfADirectoryAgreeWithTheOracle) {
@@ -104,9 +105,11 @@ TEST(Model, LayersOfADirectoryAgreeWithTheOracle) {
     }
     const Runtime runtime({.num_threads = 2});
     for (std::int64_t layer = 0; layer < 2; ++layer) {
-      test::SequenceRunner runner(runtime, model.layer(layer).attention, kTokens);
+      test::SequenceRunner runner(runtime, std::get<MlaLayer>(model.layer(layer).attention),
+                                  kTokens);
       runner.run(hidden, out, std::vector<std::int64_t>{20, 1, 1, 2});
-      const oracle::MlaWeights weights = test::oracle_weights(model.config(), model.weights(layer));
+      const oracle::MlaWeights weights =
+          test::oracle_weights(model.config(), model.mla_weights(layer));
       const std::vector<double> x = test::to_doubles(hidden);
       const auto expected =
           oracle::mla_layer(weights, x, positions, oracle::mla_latent_rows(weights, x, positions),

@@ -37,7 +37,7 @@ inline oracle::Rotary oracle_rotary(const RopeConfig& rope) {
 }
 
 inline oracle::MlaWeights oracle_weights(const ModelConfig& config, const MlaWeights& w) {
-  const MlaDims& d = config.dims;
+  const MlaDims& d = config.mla;
   auto values = [](const TensorView& view) {
     return view ? to_doubles(view) : std::vector<double>{};
   };
@@ -60,7 +60,7 @@ inline oracle::MlaWeights oracle_weights(const ModelConfig& config, const MlaWei
           .kv_b_proj = values(w.kv_b_proj),
           .o_proj = values(w.o_proj),
           .o_bias = values(w.o_bias),
-          .rotary = oracle_rotary(config.rope)};
+          .rotary = oracle_rotary(config.groups[0].rope)};
 }
 
 }  // namespace fovea::test

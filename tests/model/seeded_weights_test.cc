@@ -16,16 +16,18 @@ namespace {
 
 ModelConfig small_config() {
   ModelConfig config;
-  config.dims = {.hidden_size = 48,
-                 .num_heads = 8,
-                 .q_lora_rank = 24,
-                 .kv_lora_rank = 40,
-                 .qk_nope_head_dim = 6,
-                 .qk_rope_head_dim = 4,
-                 .v_head_dim = 5,
-                 .sm_scale = 0.25f};
-  config.rope.dim = 4;
+  config.mla = {.hidden_size = 48,
+                .num_heads = 8,
+                .q_lora_rank = 24,
+                .kv_lora_rank = 40,
+                .qk_nope_head_dim = 6,
+                .qk_rope_head_dim = 4,
+                .v_head_dim = 5,
+                .sm_scale = 0.25f};
+  config.groups = {{AttentionVariant{}, RopeConfig{.dim = 4}}};
+  config.hidden_size = 48;
   config.attention_bias = true;
+  config.o_bias = true;
   return config;
 }
 
@@ -49,7 +51,7 @@ std::uint64_t fingerprint(const TensorView& view) {
 TEST(SeededWeights, EqualTheScriptsBitForBit) {
   ModelConfig config = small_config();
   const LayerMemory layer = make(config, 7, 3, DType::f32);
-  const MlaWeights& w = layer.tensors.attention;
+  const MlaWeights& w = layer.tensors.mla;
   EXPECT_EQ(fingerprint(layer.tensors.input_layernorm), 0xcccb9e2cd7ce386f);
   EXPECT_EQ(fingerprint(w.q_a_proj), 0x17adc394b20d6916u);
   EXPECT_EQ(fingerprint(w.q_a_layernorm), 0xa4fa5b6bd124e809);
@@ -62,11 +64,11 @@ TEST(SeededWeights, EqualTheScriptsBitForBit) {
   EXPECT_EQ(fingerprint(w.kv_a_bias), 0x26894ed6e277c90eu);
   EXPECT_EQ(fingerprint(w.o_bias), 0xf486647cf1036897);
 
-  config.dims.q_lora_rank = 0;
+  config.mla.q_lora_rank = 0;
   const LayerMemory plain = make(config, 7, 3, DType::f32);
-  EXPECT_EQ(fingerprint(plain.tensors.attention.q_b_proj), 0x8d01d449f303a443);
-  EXPECT_FALSE(plain.tensors.attention.q_a_proj);
-  EXPECT_FALSE(plain.tensors.attention.q_a_bias);
+  EXPECT_EQ(fingerprint(plain.tensors.mla.q_b_proj), 0x8d01d449f303a443);
+  EXPECT_FALSE(plain.tensors.mla.q_a_proj);
+  EXPECT_FALSE(plain.tensors.mla.q_a_bias);
 }
 
 TEST(SeededWeights, HiddenStatesEqualTheScriptsBitForBit) {
@@ -100,10 +102,10 @@ TEST(SeededWeights, ThreadsDoNotMatterAndDtypesOnlyRound) {
 
 TEST(SeededWeights, SeedLayerAndTokenChangeEverything) {
   const ModelConfig config = small_config();
-  EXPECT_NE(fingerprint(make(config, 1, 0, DType::f32).tensors.attention.o_proj),
-            fingerprint(make(config, 2, 0, DType::f32).tensors.attention.o_proj));
-  EXPECT_NE(fingerprint(make(config, 1, 0, DType::f32).tensors.attention.o_proj),
-            fingerprint(make(config, 1, 1, DType::f32).tensors.attention.o_proj));
+  EXPECT_NE(fingerprint(make(config, 1, 0, DType::f32).tensors.mla.o_proj),
+            fingerprint(make(config, 2, 0, DType::f32).tensors.mla.o_proj));
+  EXPECT_NE(fingerprint(make(config, 1, 0, DType::f32).tensors.mla.o_proj),
+            fingerprint(make(config, 1, 1, DType::f32).tensors.mla.o_proj));
   std::map<std::uint64_t, int> seen;
   const Tensor row = Tensor::empty(DType::f32, {8});
   for (std::uint64_t seed = 0; seed < 20; ++seed) {
@@ -166,8 +168,8 @@ struct HeadLogits {
 /// Of the last `num_queries` of `num_tokens` tokens, in float64.
 std::vector<HeadLogits> measure_logits(const ModelConfig& config, const LayerMemory& layer,
                                        std::int64_t num_tokens, std::int64_t num_queries) {
-  const MlaDims& d = config.dims;
-  oracle::MlaWeights weights = test::oracle_weights(config, layer.tensors.attention);
+  const MlaDims& d = config.mla;
+  oracle::MlaWeights weights = test::oracle_weights(config, layer.tensors.mla);
   weights.o_proj.clear();
   const Tensor row = Tensor::empty(DType::f32, {d.hidden_size});
   std::vector<double> hidden;
@@ -229,8 +231,8 @@ TEST_P(PresetLogits, LookLikeATrainedModels) {
   ASSERT_NE(preset, presets.end());
   ModelConfig config = preset->config;
   // The largest models' statistics do not depend on these; their size would only cost time.
-  config.dims.num_heads = std::min<std::int64_t>(config.dims.num_heads, 16);
-  config.dims.hidden_size = std::min<std::int64_t>(config.dims.hidden_size, 512);
+  config.mla.num_heads = std::min<std::int64_t>(config.mla.num_heads, 16);
+  config.mla.hidden_size = std::min<std::int64_t>(config.mla.hidden_size, 512);
   const LayerMemory layer = make(config, 0, 0, DType::f32);
   constexpr std::int64_t kTokens = 128, kQueries = 8;
 
@@ -253,7 +255,7 @@ TEST_P(PresetLogits, LookLikeATrainedModels) {
   EXPECT_GT(mean(own_weights), 0.25);
 
   // The largest latent channels stand out from the rest.
-  std::vector<double> norm = test::to_doubles(layer.tensors.attention.kv_a_layernorm);
+  std::vector<double> norm = test::to_doubles(layer.tensors.mla.kv_a_layernorm);
   std::sort(norm.begin(), norm.end());
   EXPECT_GT(norm.back(), 4 * norm[norm.size() / 2]);
 }

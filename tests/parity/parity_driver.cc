@@ -103,12 +103,13 @@ class ModelParity {
         false);
 
     ModelConfig wrong = model_.config();
-    wrong.dims.sm_scale *= single ? 1.01f : 1.5f;
+    wrong.mla.sm_scale *= single ? 1.01f : 1.5f;
     row("control: another sm_scale",
         worst([&](std::int64_t i) { return decode(i, variant(i, wrong)); }), true);
     wrong = model_.config();
-    wrong.rope.pairing =
-        wrong.rope.pairing == RopePairing::neox ? RopePairing::interleaved : RopePairing::neox;
+    wrong.groups[0].rope.pairing = wrong.groups[0].rope.pairing == RopePairing::neox
+                                       ? RopePairing::interleaved
+                                       : RopePairing::neox;
     row("control: the other pairing",
         worst([&](std::int64_t i) { return prefill(i, variant(i, wrong)); }), true);
     return ok;
@@ -126,12 +127,14 @@ class ModelParity {
     return model;
   }
 
-  const MlaLayer& attention(std::int64_t layer) const { return model_.layer(layer).attention; }
+  const MlaLayer& attention(std::int64_t layer) const {
+    return std::get<MlaLayer>(model_.layer(layer).attention);
+  }
 
   MlaLayer variant(std::int64_t layer, const ModelConfig& config,
                    MlaAbsorption absorption = MlaAbsorption::two_step) const {
-    return MlaLayer(config.dims, model_.weights(layer),
-                    std::make_shared<const RotaryEmbedding>(config.rope),
+    return MlaLayer(config.mla, model_.mla_weights(layer),
+                    std::make_shared<const RotaryEmbedding>(config.groups[0].rope),
                     {.absorption = absorption, .rms_norm_eps = config.latent_norm_eps});
   }
 

@@ -44,7 +44,7 @@ std::string linear_backend(DType dtype) {
 }
 
 nlohmann::ordered_json describe_preset(const PresetInfo& preset) {
-  const MlaDims& dims = preset.config.dims;
+  const MlaDims& dims = preset.config.mla;
   const std::int64_t element_bytes = bytes_of(preset.config.dtype, 1);
   const std::int64_t expanded = dims.num_heads * (dims.qk_head_dim() + dims.v_head_dim);
   return {{"name", preset.name},

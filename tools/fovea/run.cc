@@ -87,7 +87,7 @@ nlohmann::ordered_json options_json(const RunArgs& args, const Runtime& runtime,
 void print_header(const RunArgs& args, const Runtime& runtime, const Model& model,
                   const Workload& workload) {
   const ModelConfig& config = model.config();
-  const MlaDims& dims = config.dims;
+  const MlaDims& dims = config.mla;
   fmt::print("fovea {}: attention without MLP; times are attention milliseconds\n", FOVEA_VERSION);
   Facts facts;
   facts.add("model", fmt::format("{} ({}), {} of {} layers in {}, {} of weights", args.model,
@@ -126,7 +126,7 @@ ServeReport serve(const RunArgs& args, const Runtime& runtime, const Model& mode
 /// Those that the model has positions for, else the largest power of two that it has.
 std::vector<std::int64_t> contexts_to_compare(const Model& model) {
   const auto max_position = static_cast<std::uint64_t>(
-      std::min(model.config().max_position, model.config().rope.max_position));
+      std::min(model.config().max_position, model.config().groups[0].rope.max_position));
   std::vector<std::int64_t> contexts;
   for (const std::int64_t context : kCompareContexts) {
     if (static_cast<std::uint64_t>(context) <= max_position) contexts.push_back(context);

@@ -128,7 +128,7 @@ class MlaLayerProblem : public Problem {
   }
   void run() override {
     const auto tokens = static_cast<std::int64_t>(positions_.size());
-    MlaStep step;
+    AttentionStep step;
     step.plan = &plan_;
     step.block_table = sequences_.table();
     step.slot_mapping = TensorView::of(slots_.data(), {tokens});
