@@ -19,6 +19,13 @@ enum class LinearBackend : std::uint8_t {
   plain,      ///< Threaded loops of this library; any compute dtype.
 };
 
+/// One low-rank update W + scale * B A of a projection (LoRA).
+struct LoraWeights {
+  TensorView a;  ///< [rank, in] of any compute dtype.
+  TensorView b;  ///< [out, rank] of any compute dtype.
+  float scale = 1.f;
+};
+
 /// y = x W^T + bias with W [out_features, in_features]. Immutable but for `reload`; shared freely.
 class Linear {
  public:

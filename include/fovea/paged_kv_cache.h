@@ -42,6 +42,10 @@ class PagedKvCache {
   /// Bytes from the base pointer to the end of the last row.
   static std::int64_t required_bytes(const KvFormat& format, const KvCacheLayout& layout);
 
+  /// A view of elements [first_element, first_element + count) of every row: same blocks, narrower
+  /// rows. Throws Error(invalid_argument) outside of a row.
+  PagedKvCache columns(std::int64_t first_element, std::int64_t count) const;
+
   const KvFormat& format() const { return format_; }
   /// With its defaults filled in.
   const KvCacheLayout& layout() const { return layout_; }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <variant>
 #include <vector>
 
@@ -10,7 +11,20 @@
 
 namespace fovea {
 
-/// YaRN as DeepSeek uses it (Peng et al. 2023). The cos/sin amplitude is mscale(factor, mscale) /
+/// Positions divided by `factor` (Chen et al. 2023).
+struct LinearScaling {
+  double factor = 1;
+};
+
+/// Theta grows with the length beyond the original one: theta * (factor * length / original -
+/// (factor - 1))^(R / (R - 2)), as Hugging Face computes it for a sequence of `length`, which is
+/// the table's: one sequence's cached keys must not mix several.
+struct DynamicNtkScaling {
+  double factor = 1;
+  std::int64_t original_max_position = 0;
+};
+
+/// YaRN (Peng et al. 2023). The cos/sin amplitude is, as DeepSeek has it, mscale(factor, mscale) /
 /// mscale(factor, mscale_all_dim); the softmax scale's mscale(factor, mscale_all_dim)^2 is another
 /// factor, part of MlaDims::sm_scale.
 struct YarnScaling {
@@ -20,6 +34,18 @@ struct YarnScaling {
   double beta_slow = 1;
   double mscale = 1;
   double mscale_all_dim = 0;
+  std::optional<double> attention_factor = {};  ///< The amplitude itself, whatever the mscales.
+  /// The ramp between kept and slowed channel pairs starts and ends at whole pairs.
+  bool truncate = true;
+};
+
+/// Llama 3.1: pairs that turn less than low_freq_factor times within the original length are slowed
+/// by `factor`, those that turn more than high_freq_factor times are kept, a ramp between.
+struct Llama3Scaling {
+  double factor = 1;
+  double low_freq_factor = 1;
+  double high_freq_factor = 4;
+  std::int64_t original_max_position = 0;
 };
 
 /// LongRoPE (Ding et al. 2024): one divisor per channel pair, and amplitude
@@ -34,11 +60,14 @@ struct LongRopeScaling {
 };
 
 struct RopeConfig {
-  std::int64_t dim = 0;  ///< R, even.
+  std::int64_t dim = 0;  ///< R, even; of a wider head the first R channels turn.
   double theta = 10000.0;
   std::int64_t max_position = 0;  ///< Rows of the table.
   RopePairing pairing = RopePairing::interleaved;
-  std::variant<std::monostate, YarnScaling, LongRopeScaling> scaling = {};
+  MropeSections sections;  ///< Of a multi-axis rotation.
+  std::variant<std::monostate, LinearScaling, DynamicNtkScaling, YarnScaling, Llama3Scaling,
+               LongRopeScaling>
+      scaling = {};
 };
 
 /// 0.1 * m * ln(factor) + 1 for factor > 1, else 1.
@@ -56,7 +85,9 @@ class RotaryEmbedding {
   double amplitude() const;                                      ///< Factor of cosine and sine.
   const TensorView& cos_sin() const { return cos_sin_.view(); }  ///< [max_position, R] f32
 
-  /// Rotates x [T, N, R] in place; positions [T] or [1, T].
+  /// The operands of an op that turns tokens at `positions`.
+  RopeAngles angles(const TensorView& positions) const;
+  /// Rotates x [T, N, R] in place; positions [T] or [1, T], with sections [3, T].
   void operator()(const OpContext& ctx, const TensorView& x, const TensorView& positions) const;
 
  private:

@@ -97,6 +97,19 @@ PagedKvCache PagedKvCache::view(void* base, const KvFormat& format, const KvCach
   return cache;
 }
 
+PagedKvCache PagedKvCache::columns(std::int64_t first_element, std::int64_t count) const {
+  FOVEA_CHECK(first_element >= 0 && count >= 1 && count <= format_.row_elements - first_element,
+              invalid_argument,
+              "the columns are [{}, {} + {}), but must be elements of a row of {}, at least one",
+              first_element, first_element, count, format_.row_elements);
+  PagedKvCache cache = *this;
+  const std::int64_t offset = bytes_of(format_.dtype, first_element);
+  cache.format_.row_elements = count;
+  cache.layout_.storage_offset += offset;
+  if (cache.first_ != nullptr) cache.first_ += offset;
+  return cache;
+}
+
 void PagedKvCache::copy_block(std::int64_t src, std::int64_t dst) const {
   FOVEA_CHECK(src >= 0 && src < num_blocks() && dst >= 0 && dst < num_blocks(), invalid_argument,
               "the copy is from block {} to block {}, but both must be in [0, {})", src, dst,

@@ -216,9 +216,38 @@ void widen_bf16(const void* from, float* to, std::int64_t count) {
   }
 }
 
+FOVEA_INLINE void widen(const Floats& from, Floats& to, F32) { to = from; }
+FOVEA_INLINE void widen(const Halves& from, Floats& to, F16) { widen_halves(from, to); }
+FOVEA_INLINE void widen(const Halves& from, Floats& to, BF16) {
+  to = reinterpret_cast<Floats>(__builtin_convertvector(from, Words) << 16);
+}
+
+template <class T, class Vector>
+void add_floats(const float* from, void* to, std::int64_t count) {
+  auto* target = static_cast<typename T::Storage*>(to);
+  for (std::int64_t i = 0; i < count; i += kLanes) {
+    const auto n = static_cast<std::size_t>(count - i < kLanes ? count - i : kLanes);
+    Vector old = {};
+    Floats sum, addend = {};
+    __builtin_memcpy(&old, target + i, n * sizeof(typename T::Storage));
+    __builtin_memcpy(&addend, from + i, n * sizeof(float));
+    widen(old, sum, T{});
+    typename T::Storage row[kLanes];
+    narrow(sum + addend, row, T{});
+    __builtin_memcpy(target + i, row, n * sizeof(typename T::Storage));
+  }
+}
+
 constexpr PlainKernels kernels_named(const char* isa) {
-  return {isa,       multiply_panels<F32>, multiply_panels<F16>, multiply_panels<BF16>, widen_f16,
-          widen_bf16};
+  return {.isa = isa,
+          .multiply_f32 = multiply_panels<F32>,
+          .multiply_f16 = multiply_panels<F16>,
+          .multiply_bf16 = multiply_panels<BF16>,
+          .widen_f16 = widen_f16,
+          .widen_bf16 = widen_bf16,
+          .add_f32 = add_floats<F32, Floats>,
+          .add_f16 = add_floats<F16, Halves>,
+          .add_bf16 = add_floats<BF16, Halves>};
 }
 
 }  // namespace

@@ -31,6 +31,10 @@ struct PlainKernels {
   void (*multiply_bf16)(const PanelProduct&);
   void (*widen_f16)(const void* from, float* to, std::int64_t count);
   void (*widen_bf16)(const void* from, float* to, std::int64_t count);
+  /// to[i] += from[i], rounded to the dtype once.
+  void (*add_f32)(const float* from, void* to, std::int64_t count);
+  void (*add_f16)(const float* from, void* to, std::int64_t count);
+  void (*add_bf16)(const float* from, void* to, std::int64_t count);
 };
 
 extern const PlainKernels kPlainKernelsScalar;

@@ -1,0 +1,388 @@
+#include <algorithm>
+#include <utility>
+
+#include "core/check.h"
+#include "fovea/attention.h"
+#include "layers/attention_weights.h"
+#include "layers/rows.h"
+#include "layers/step.h"
+#include "layers/worst_case.h"
+#include "ops/checks.h"
+
+namespace fovea {
+namespace {
+
+constexpr const char* kName = "attention_layer";
+
+Tensor copy_of(const TensorView& view) {
+  if (!view) return {};
+  Tensor result =
+      Tensor::empty(view.dtype, std::span(view.shape).first(static_cast<std::size_t>(view.ndim)));
+  copy(view, result);
+  return result;
+}
+
+/// RMSNorm in place of heads [T, n, D] of fused rows: of each head, or of all of them at once.
+void norm(const OpContext& ctx, const TensorView& heads, const TensorView& weight, float eps) {
+  const auto run = [&](const TensorView& x) {
+    rms_norm(ctx, {.x = x, .weight = weight, .out = x, .eps = eps});
+  };
+  const std::int64_t tokens = heads.shape[0], num_heads = heads.shape[1];
+  if (weight.shape[0] != heads.shape[2]) return run(heads.fuse(1));  // [T, n * D]
+  // No two of T, n and D can be fused in general: as few calls as there are of T and n.
+  if (tokens < num_heads) {
+    for (std::int64_t t = 0; t < tokens; ++t) run(heads.select(0, t));  // [n, D]
+  } else {
+    for (std::int64_t n = 0; n < num_heads; ++n) run(heads.select(1, n));  // [T, D]
+  }
+}
+
+}  // namespace
+
+struct AttentionLayer::State {
+  State(const GqaDims& dims, const AttentionWeights& weights,
+        std::shared_ptr<const RotaryEmbedding> rotary, const AttentionOptions& options);
+
+  /// Rows of the fused product, and what o_proj reads.
+  struct Projected {
+    TensorView qkv;  ///< [Ta, q_size + k_size + v_size]
+    TensorView q;    ///< [Ta, N, D] of qkv
+    TensorView k;    ///< [Ta, Hk, D] of qkv
+    TensorView v;    ///< [Ta, Hk, Dv] of qkv
+    TensorView out;  ///< [Ta, N, Dv]
+  };
+
+  void check(const TensorView& hidden, const TensorView& out, const AttentionStep& step) const;
+  void check_plan(const AttentionStep& step, const GqaCache& cache) const;
+  void check_lora_ids(const AttentionStep& step, std::int64_t tokens) const;
+  Projected take(WorkspaceScope& scope, std::int64_t tokens) const;
+  void project(const OpContext& ctx, const TensorView& hidden, const AttentionStep& step,
+               const Projected& projected) const;
+  void prepare_keys(const OpContext& ctx, const AttentionStep& step,
+                    const Projected& projected) const;
+  void append(const OpContext& ctx, const AttentionStep& step, const Projected& projected,
+              const GqaCache& cache) const;
+  void attend(const OpContext& ctx, const AttentionStep& step, const Projected& projected,
+              const GqaCache& cache) const;
+
+  std::int64_t decode_bytes(const OpContext& ctx, const DecodeSchedule& schedule) const;
+  std::int64_t prefill_bytes(const OpContext& ctx, const PrefillSchedule& schedule) const;
+  std::int64_t workspace_bytes(std::int64_t tokens, std::int64_t attention_bytes) const;
+  TensorView sinks_view() const { return sinks ? sinks.view() : TensorView{}; }
+
+  GqaDims dims;
+  DType dtype;
+  AttentionOptions options;
+  std::shared_ptr<const RotaryEmbedding> rotary;
+  bool rotates_on_append;  ///< Keys turn on the way into the cache.
+  Linear qkv_proj;         ///< H -> q_size + k_size + v_size
+  Tensor q_norm;           ///< [D] or [q_size]
+  Tensor k_norm;           ///< [D] or [k_size]
+  Tensor sinks;            ///< f32 [N]
+  Linear o_proj;           ///< N * Dv -> H
+  Lora qkv_lora;
+  Lora o_lora;
+};
+
+AttentionLayer::State::State(const GqaDims& dims_, const AttentionWeights& w,
+                             std::shared_ptr<const RotaryEmbedding> rotary_,
+                             const AttentionOptions& options_)
+    : dims(dims_.validated()),
+      dtype(weights_dtype(w)),
+      options(options_),
+      rotary(std::move(rotary_)),
+      rotates_on_append(rotary && options.rope_fusion != RopeFusion::separate &&
+                        options.qk_norm != QkNorm::post_rope) {
+  check_weights(dims, w, options);
+  FOVEA_CHECK(options.rms_norm_eps >= 0, invalid_argument,
+              "rms_norm_eps is {}, but must not be negative", options.rms_norm_eps);
+  FOVEA_CHECK(
+      options.rope_fusion != RopeFusion::fused || options.qk_norm != QkNorm::post_rope,
+      invalid_argument,
+      "rope_fusion is fused, but must be automatic or separate: QkNorm::post_rope norms keys that "
+      "have turned");
+  FOVEA_CHECK(!rotary || rotary->config().dim <= dims.head_dim, invalid_argument,
+              "rotary turns {} channels, but must turn at most head_dim = {}",
+              rotary ? rotary->config().dim : 0, dims.head_dim);
+  const FusedQkv qkv(dims, w);
+  qkv_proj = Linear(qkv.weight, qkv.bias, options.linear);
+  q_norm = copy_of(w.q_norm);
+  k_norm = copy_of(w.k_norm);
+  if (w.sinks) {
+    sinks = Tensor::empty(DType::f32, {dims.num_heads});
+    copy(w.sinks, sinks);
+  }
+  o_proj = Linear(w.o_proj, w.o_bias, options.linear);
+  const AttentionLoraUpdates lora(dims, w.lora);
+  qkv_lora = Lora(dims.hidden_size, dims.qkv_size(), dtype, lora.qkv);
+  o_lora = Lora(dims.out_size(), dims.hidden_size, dtype, lora.o);
+}
+
+// ---------------------------------------------------------------- checks
+
+void AttentionLayer::State::check(const TensorView& hidden, const TensorView& out,
+                                  const AttentionStep& step) const {
+  const std::int64_t tokens = hidden.ndim == 2 ? hidden.shape[0] : 0;
+  check_rows("hidden", hidden, dtype, {tokens, dims.hidden_size});
+  check_rows("out", out, dtype, {tokens, dims.hidden_size});
+  if (step.plan == nullptr) return;
+  FOVEA_CHECK(step.plan->num_actual_tokens <= tokens, invalid_argument,
+              "hidden is {}, but must have the {} rows of the plan", to_string(hidden),
+              step.plan->num_actual_tokens);
+  if (rotary) {
+    check_positions(flat_positions(step.positions), tokens, rotary->config().sections.multi_axis());
+  }
+  if (step.slot_mapping) check_indices("slot_mapping", step.slot_mapping, tokens);
+  if (step.lora_ids) check_lora_ids(step, tokens);
+}
+
+void AttentionLayer::State::check_lora_ids(const AttentionStep& step, std::int64_t tokens) const {
+  check_shape("lora_ids", step.lora_ids, DType::i32, {tokens});
+  for (std::int64_t t = 0; t < step.plan->num_actual_tokens; ++t) {
+    const std::int32_t id = *step.lora_ids.ptr<std::int32_t>({t});
+    FOVEA_CHECK(id >= -1 && id < qkv_lora.num_adapters(), invalid_argument,
+                "lora_ids[{}] is {}, but must be -1 or one of the layer's {} adapters", t, id,
+                qkv_lora.num_adapters());
+  }
+}
+
+void AttentionLayer::State::check_plan(const AttentionStep& step, const GqaCache& cache) const {
+  FOVEA_CHECK(step.plan->paged_context, invalid_argument,
+              "plan was made for context chunks, but this layer needs ContextPlanKind::paged");
+  check_cache("attention_layer: cache.k", &cache.k, dims.k_size(), "Hk * D");
+  check_cache("attention_layer: cache.v", &cache.v, dims.v_size(), "Hk * Dv");
+  FOVEA_CHECK(
+      cache.k.num_blocks() == cache.v.num_blocks() && cache.k.block_size() == cache.v.block_size(),
+      invalid_argument, "cache.v has {} blocks of {}, but must have as many as cache.k, {} of {}",
+      cache.v.num_blocks(), cache.v.block_size(), cache.k.num_blocks(), cache.k.block_size());
+  check_blocks(kName, *step.plan, step.block_table, cache.k);
+}
+
+// ---------------------------------------------------------------- a step
+
+AttentionLayer::State::Projected AttentionLayer::State::take(WorkspaceScope& scope,
+                                                             std::int64_t tokens) const {
+  const std::int64_t keys = dims.q_size(), values = keys + dims.k_size();
+  Projected p;
+  p.qkv = scope.take(dtype, {tokens, dims.qkv_size()});
+  p.q = p.qkv.slice(1, 0, keys).split(1, dims.num_heads, dims.head_dim);
+  p.k = p.qkv.slice(1, keys, values).split(1, dims.num_kv_heads, dims.head_dim);
+  p.v = p.qkv.slice(1, values, dims.qkv_size()).split(1, dims.num_kv_heads, dims.v_head_dim);
+  p.out = scope.take(dtype, {tokens, dims.num_heads, dims.v_head_dim});
+  return p;
+}
+
+void AttentionLayer::State::project(const OpContext& ctx, const TensorView& hidden,
+                                    const AttentionStep& step, const Projected& p) const {
+  qkv_proj(ctx, hidden, p.qkv);  // [Ta, H] -> [Ta, q_size + k_size + v_size]
+  if (step.lora_ids && qkv_lora) qkv_lora(ctx, hidden, step.lora_ids, p.qkv);
+}
+
+/// QK-norm and rotation, but for what gqa_append does on the way.
+void AttentionLayer::State::prepare_keys(const OpContext& ctx, const AttentionStep& step,
+                                         const Projected& p) const {
+  const auto norm_both = [&] {
+    norm(ctx, p.q, q_norm, options.rms_norm_eps);
+    norm(ctx, p.k, k_norm, options.rms_norm_eps);
+  };
+  if (options.qk_norm == QkNorm::pre_rope) norm_both();
+  if (rotary) {
+    const std::int64_t width = rotary->config().dim;  // The rest of a head stays.
+    (*rotary)(ctx, p.q.slice(2, 0, width), step.positions);
+    if (!rotates_on_append) (*rotary)(ctx, p.k.slice(2, 0, width), step.positions);
+  }
+  if (options.qk_norm == QkNorm::post_rope) norm_both();
+}
+
+void AttentionLayer::State::append(const OpContext& ctx, const AttentionStep& step,
+                                   const Projected& p, const GqaCache& cache) const {
+  GqaAppendParams params{.k = p.k,
+                         .v = p.v,
+                         .slot_mapping = step.slot_mapping,
+                         .k_cache = &cache.k,
+                         .v_cache = &cache.v,
+                         .rope = {}};
+  if (rotates_on_append) params.rope = rotary->angles(step.positions);
+  gqa_append(ctx, params);
+}
+
+void AttentionLayer::State::attend(const OpContext& ctx, const AttentionStep& step,
+                                   const Projected& p, const GqaCache& cache) const {
+  const BatchPlan& plan = *step.plan;
+  const std::int64_t actual = plan.num_actual_tokens, decodes = plan.split.num_decode_tokens;
+  PagedKv kv{.k_cache = &cache.k,
+             .v_cache = &cache.v,
+             .block_table = requests_from(step.block_table, 0, plan.split.num_decodes),
+             .num_kv_heads = dims.num_kv_heads};
+  if (decodes > 0) {
+    attention_decode(ctx, {.q = p.q.slice(0, 0, decodes),
+                           .kv = kv,
+                           .out = p.out.slice(0, 0, decodes),
+                           .lse = {},
+                           .schedule = &plan.decode,
+                           .variant = plan.variant,
+                           .sm_scale = dims.sm_scale,
+                           .sinks = sinks_view()});
+  }
+  if (actual == decodes) return;
+  kv.block_table = requests_from(step.block_table, plan.split.num_decodes, plan.split.num_prefills);
+  attention_prefill(ctx, {.q = p.q.slice(0, decodes, actual),
+                          .k = {},
+                          .k_pe = {},
+                          .v = {},
+                          .out = p.out.slice(0, decodes, actual),
+                          .lse = {},
+                          .schedule = &plan.prefill,
+                          .variant = plan.variant,
+                          .sm_scale = dims.sm_scale,
+                          .paged = kv,
+                          .sinks = sinks_view()});
+}
+
+// ---------------------------------------------------------------- workspace
+
+std::int64_t AttentionLayer::State::decode_bytes(const OpContext& ctx,
+                                                 const DecodeSchedule& schedule) const {
+  const std::int64_t N = dims.num_heads, rows = schedule.query_start_loc.back();
+  const PagedKvCache k = format_only({dtype, dims.k_size()}),
+                     v = format_only({dtype, dims.v_size()});
+  return fovea::workspace_bytes(
+      ctx, AttentionDecodeParams{.q = shape_only(dtype, {rows, N, dims.head_dim}),
+                                 .kv = {.k_cache = &k,
+                                        .v_cache = &v,
+                                        .block_table = {},
+                                        .num_kv_heads = dims.num_kv_heads},
+                                 .out = shape_only(dtype, {rows, N, dims.v_head_dim}),
+                                 .lse = {},
+                                 .schedule = &schedule,
+                                 .variant = {},
+                                 .sm_scale = dims.sm_scale,
+                                 .sinks = sinks_view()});
+}
+
+std::int64_t AttentionLayer::State::prefill_bytes(const OpContext& ctx,
+                                                  const PrefillSchedule& schedule) const {
+  const std::int64_t N = dims.num_heads, rows = schedule.cu_seqlens_q.back();
+  const PagedKvCache k = format_only({dtype, dims.k_size()}),
+                     v = format_only({dtype, dims.v_size()});
+  return fovea::workspace_bytes(
+      ctx, AttentionPrefillParams{.q = shape_only(dtype, {rows, N, dims.head_dim}),
+                                  .k = {},
+                                  .k_pe = {},
+                                  .v = {},
+                                  .out = shape_only(dtype, {rows, N, dims.v_head_dim}),
+                                  .lse = {},
+                                  .schedule = &schedule,
+                                  .variant = {},
+                                  .sm_scale = dims.sm_scale,
+                                  .paged = {.k_cache = &k,
+                                            .v_cache = &v,
+                                            .block_table = {},
+                                            .num_kv_heads = dims.num_kv_heads},
+                                  .sinks = sinks_view()});
+}
+
+std::int64_t AttentionLayer::State::workspace_bytes(std::int64_t tokens,
+                                                    std::int64_t attention_bytes) const {
+  return rounded_bytes(dtype, tokens * dims.qkv_size()) +
+         rounded_bytes(dtype, tokens * dims.out_size()) +
+         std::max({qkv_proj.workspace_bytes(tokens), qkv_lora.workspace_bytes(tokens),
+                   attention_bytes, o_proj.workspace_bytes(tokens),
+                   o_lora.workspace_bytes(tokens)});
+}
+
+// ---------------------------------------------------------------- the layer
+
+AttentionLayer::AttentionLayer(const GqaDims& dims, const AttentionWeights& weights,
+                               std::shared_ptr<const RotaryEmbedding> rotary,
+                               const AttentionOptions& options)
+    : state_(std::make_unique<State>(dims, weights, std::move(rotary), options)) {}
+AttentionLayer::~AttentionLayer() = default;
+AttentionLayer::AttentionLayer(AttentionLayer&&) noexcept = default;
+AttentionLayer& AttentionLayer::operator=(AttentionLayer&&) noexcept = default;
+
+const GqaDims& AttentionLayer::dims() const { return state_->dims; }
+DType AttentionLayer::dtype() const { return state_->dtype; }
+
+void AttentionLayer::operator()(const OpContext& ctx, const TensorView& hidden,
+                                const TensorView& out, const AttentionStep& step,
+                                const GqaCache& cache) const {
+  const State& s = *state_;
+  s.check(hidden, out, step);
+  if (step.plan == nullptr) {
+    take_worst_case(ctx, workspace_bytes(ctx, step.profile_limits));
+    return fill_zero(out);
+  }
+  s.check_plan(step, cache);
+  check_workspace(ctx, workspace_bytes(ctx, *step.plan));
+
+  AttentionStep actual = step;  // Without the padding rows.
+  const std::int64_t tokens = step.plan->num_actual_tokens;
+  if (s.rotary) {
+    const TensorView positions = flat_positions(step.positions);
+    actual.positions = positions.slice(positions.ndim - 1, 0, tokens);
+  }
+  if (step.slot_mapping) actual.slot_mapping = step.slot_mapping.slice(0, 0, tokens);
+  if (step.lora_ids) actual.lora_ids = step.lora_ids.slice(0, 0, tokens);
+
+  WorkspaceScope scope(*ctx.workspace);
+  const State::Projected p = s.take(scope, tokens);
+  s.project(ctx, hidden.slice(0, 0, tokens), actual, p);
+  s.prepare_keys(ctx, actual, p);
+  if (actual.slot_mapping) s.append(ctx, actual, p, cache);
+  s.attend(ctx, actual, p, cache);
+  const TensorView attended = p.out.fuse(1), rows = out.slice(0, 0, tokens);
+  s.o_proj(ctx, attended, rows);  // [Ta, N * Dv] -> [Ta, H]
+  if (actual.lora_ids && s.o_lora) s.o_lora(ctx, attended, actual.lora_ids, rows);
+  fill_zero(out.slice(0, tokens, out.shape[0]));
+}
+
+std::int64_t AttentionLayer::workspace_bytes(const OpContext& ctx, const BatchPlan& plan) const {
+  const std::int64_t decodes = plan.split.num_decode_tokens;
+  std::int64_t attention = decodes > 0 ? state_->decode_bytes(ctx, plan.decode) : 0;
+  if (plan.num_actual_tokens > decodes) {
+    attention = std::max(attention, state_->prefill_bytes(ctx, plan.prefill));
+  }
+  return state_->workspace_bytes(plan.num_actual_tokens, attention);
+}
+
+std::int64_t AttentionLayer::workspace_bytes(const OpContext& ctx,
+                                             const AttentionLimits& limits) const {
+  if (limits.max_tokens == 0) return 0;
+  const DecodeSchedule decode = worst_decode_schedule(limits, ctx.plan_target);
+  const PrefillSchedule prefill = worst_prefill_schedule(limits.max_tokens, limits.max_seq_len,
+                                                         ctx.pool->num_threads(), ctx.plan_target);
+  return state_->workspace_bytes(limits.max_tokens, std::max(state_->decode_bytes(ctx, decode),
+                                                             state_->prefill_bytes(ctx, prefill)));
+}
+
+std::int64_t AttentionLayer::weight_bytes() const {
+  const State& s = *state_;
+  return s.qkv_proj.weight_bytes() + s.o_proj.weight_bytes() + s.q_norm.nbytes() +
+         s.k_norm.nbytes() + s.sinks.nbytes() + s.qkv_lora.weight_bytes() + s.o_lora.weight_bytes();
+}
+
+void AttentionLayer::reload(const AttentionWeights& w) {
+  State& s = *state_;
+  check_weights(s.dims, w, s.options);
+  FOVEA_CHECK(weights_dtype(w) == s.dtype, invalid_argument,
+              "weights are {}, but must be {} as when the layer was made",
+              name_of(weights_dtype(w)), name_of(s.dtype));
+  FOVEA_CHECK(static_cast<bool>(w.sinks) == static_cast<bool>(s.sinks), invalid_argument,
+              "sinks are {}, but must be {} as when the layer was made",
+              w.sinks ? "there" : "absent", s.sinks ? "there" : "absent");
+  FOVEA_CHECK(!s.q_norm || w.q_norm.shape[0] == s.q_norm.view().shape[0], invalid_argument,
+              "q_norm is {}, but must be [{}] as when the layer was made", to_string(w.q_norm),
+              s.q_norm ? s.q_norm.view().shape[0] : 0);
+  const AttentionLoraUpdates lora(s.dims, w.lora);
+  s.qkv_lora.reload(lora.qkv);
+  s.o_lora.reload(lora.o);
+  const FusedQkv qkv(s.dims, w);
+  s.qkv_proj.reload(qkv.weight, qkv.bias);
+  s.o_proj.reload(w.o_proj, w.o_bias);
+  if (s.q_norm) copy(w.q_norm, s.q_norm);
+  if (s.k_norm) copy(w.k_norm, s.k_norm);
+  if (s.sinks) copy(w.sinks, s.sinks);
+}
+
+}  // namespace fovea

@@ -1,0 +1,121 @@
+#include "layers/attention_weights.h"
+
+#include "core/check.h"
+#include "layers/rows.h"
+
+namespace fovea {
+namespace {
+
+/// The three parts of the fused product.
+struct Part {
+  const char* proj_name;
+  const char* bias_name;
+  const TensorView& proj;
+  const TensorView& bias;
+  std::int64_t rows;
+};
+
+void check_own_dtype(const char* name, const TensorView& view,
+                     std::initializer_list<std::int64_t> shape) {
+  check_shape(name, view, is_compute_dtype(view.dtype) ? view.dtype : DType::f32, shape);
+}
+
+void check_norms(const GqaDims& d, const AttentionWeights& w, QkNorm qk_norm) {
+  if (qk_norm == QkNorm::none) {
+    FOVEA_CHECK(!w.q_norm && !w.k_norm, invalid_argument,
+                "q_norm or k_norm is there, but must not be: qk_norm is none");
+    return;
+  }
+  const bool per_head = w.q_norm.ndim == 1 && w.q_norm.shape[0] == d.head_dim;
+  if (per_head) {
+    check_own_dtype("k_norm", w.k_norm, {d.head_dim});
+    return check_own_dtype("q_norm", w.q_norm, {d.head_dim});
+  }
+  FOVEA_CHECK(w.q_norm && w.q_norm.ndim == 1 && w.q_norm.shape[0] == d.q_size() &&
+                  is_compute_dtype(w.q_norm.dtype),
+              invalid_argument,
+              "q_norm is {}, but must be [{}], of each head, or [{}], over all heads at once",
+              w.q_norm ? to_string(w.q_norm) : "absent", d.head_dim, d.q_size());
+  check_own_dtype("k_norm", w.k_norm, {d.k_size()});
+}
+
+}  // namespace
+
+DType weights_dtype(const AttentionWeights& w) {
+  return w.qkv_proj ? w.qkv_proj.dtype : w.q_proj.dtype;
+}
+
+void check_weights(const GqaDims& d, const AttentionWeights& w, const AttentionOptions& options) {
+  const DType dtype = weights_dtype(w);
+  const std::int64_t H = d.hidden_size;
+  const Part parts[] = {{"q_proj", "q_bias", w.q_proj, w.q_bias, d.q_size()},
+                        {"k_proj", "k_bias", w.k_proj, w.k_bias, d.k_size()},
+                        {"v_proj", "v_bias", w.v_proj, w.v_bias, d.v_size()}};
+  FOVEA_CHECK(w.qkv_proj || w.q_proj, invalid_argument,
+              "qkv_proj and q_proj are absent, but one of them must be there");
+  FOVEA_CHECK(is_compute_dtype(dtype), invalid_argument, "{} is {}, but must be f32, f16 or bf16",
+              w.qkv_proj ? "qkv_proj" : "q_proj", name_of(dtype));
+  if (w.qkv_proj) {
+    check_shape("qkv_proj", w.qkv_proj, dtype, {d.qkv_size(), H});
+    if (w.qkv_bias) check_shape("qkv_bias", w.qkv_bias, dtype, {d.qkv_size()});
+  } else {
+    FOVEA_CHECK(!w.qkv_bias, invalid_argument,
+                "qkv_bias is there, but must not be: it belongs to qkv_proj");
+  }
+  for (const Part& part : parts) {
+    if (w.qkv_proj) {
+      FOVEA_CHECK(!part.proj && !part.bias, invalid_argument,
+                  "{} or {} is there, but must not be: qkv_proj is", part.proj_name,
+                  part.bias_name);
+      continue;
+    }
+    check_shape(part.proj_name, part.proj, dtype, {part.rows, H});
+    if (part.bias) check_shape(part.bias_name, part.bias, dtype, {part.rows});
+  }
+  check_norms(d, w, options.qk_norm);
+  check_shape("o_proj", w.o_proj, dtype, {H, d.out_size()});
+  if (w.o_bias) check_shape("o_bias", w.o_bias, dtype, {H});
+  if (w.sinks) check_own_dtype("sinks", w.sinks, {d.num_heads});
+}
+
+FusedQkv::FusedQkv(const GqaDims& d, const AttentionWeights& w) {
+  const DType dtype = weights_dtype(w);
+  const std::int64_t keys = d.q_size(), values = keys + d.k_size(), end = d.qkv_size();
+  weight = Tensor::empty(dtype, {end, d.hidden_size});
+  if (w.qkv_proj) {
+    copy(w.qkv_proj, weight);
+  } else {
+    copy(w.q_proj, weight.view().slice(0, 0, keys));
+    copy(w.k_proj, weight.view().slice(0, keys, values));
+    copy(w.v_proj, weight.view().slice(0, values, end));
+  }
+  if (!w.qkv_bias && !w.q_bias && !w.k_bias && !w.v_bias) return;
+  bias = Tensor::zeros(dtype, {end});
+  if (w.qkv_bias) copy(w.qkv_bias, bias);
+  if (w.q_bias) copy(w.q_bias, bias.view().slice(0, 0, keys));
+  if (w.k_bias) copy(w.k_bias, bias.view().slice(0, keys, values));
+  if (w.v_bias) copy(w.v_bias, bias.view().slice(0, values, end));
+}
+
+AttentionLoraUpdates::AttentionLoraUpdates(const GqaDims& d,
+                                           const std::vector<AttentionLora>& adapters)
+    : qkv(adapters.size()), o(adapters.size()) {
+  const auto is_there = [](const LoraWeights& weights) { return weights.a || weights.b; };
+  for (std::size_t i = 0; i < adapters.size(); ++i) {
+    const AttentionLora& adapter = adapters[i];
+    const std::int64_t keys = d.q_size(), values = keys + d.k_size();
+    const LoraUpdate updates[] = {{"qkv", adapter.qkv, 0, d.qkv_size()},
+                                  {"q", adapter.q, 0, d.q_size()},
+                                  {"k", adapter.k, keys, d.k_size()},
+                                  {"v", adapter.v, values, d.v_size()}};
+    for (const LoraUpdate& update : updates) {
+      if (is_there(update.weights)) qkv[i].push_back(update);
+    }
+    FOVEA_CHECK(!is_there(adapter.qkv) || qkv[i].size() == 1, invalid_argument,
+                "lora[{}] has qkv and {}, but must have one form: qkv, or any of q, k and v", i,
+                qkv[i].back().name);
+    if (is_there(adapter.o)) o[i].push_back({"o", adapter.o, 0, d.hidden_size});
+  }
+}
+
+}  // namespace fovea

@@ -1,0 +1,40 @@
+// What layers of either kind do with a step's operands and its workspace.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+
+#include "fovea/attention_step.h"
+
+namespace fovea {
+
+/// [1, T] as [T]; others as they are.
+TensorView flat_positions(const TensorView& positions);
+
+/// [T] or, with a multi-axis rotation, [3, T]; flat already.
+void check_positions(const TensorView& positions, std::int64_t tokens, bool multi_axis);
+
+/// The table's rows of `requests` requests from `first` on.
+BlockTableView requests_from(const BlockTableView& table, std::int64_t first,
+                             std::int64_t requests);
+
+/// The table has a row for each of the plan's requests, and every block that holds a key which the
+/// step reads is one of the cache: checked before anything is appended.
+void check_blocks(const char* layer, const BatchPlan& plan, const BlockTableView& table,
+                  const PagedKvCache& cache);
+
+/// `needed` bytes are left in the workspace.
+void check_workspace(const OpContext& ctx, std::int64_t needed);
+
+/// A profile run: reserves and takes `bytes`.
+void take_worst_case(const OpContext& ctx, std::int64_t bytes);
+
+/// Bytes that `count` elements take of a workspace.
+std::int64_t rounded_bytes(DType dtype, std::int64_t count);
+
+/// A view with a shape alone: what ops read to size their scratch.
+TensorView shape_only(DType dtype, std::initializer_list<std::int64_t> shape);
+/// A cache with a format alone.
+PagedKvCache format_only(const KvFormat& format);
+
+}  // namespace fovea
