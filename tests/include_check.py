@@ -45,6 +45,8 @@ HEADER_ROOM = {
     "oracle": "oracle",
     "linear": "linear",
     "rotary": "layers",
+    "attention_step": "layers",
+    "attention": "layers",
     "mla": "layers",
     "model": "model",
     "engine": "engine",

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "fovea/attention_step.h"
 #include "fovea/linear.h"
 #include "fovea/ops.h"
 #include "fovea/rotary.h"
@@ -46,6 +47,7 @@ struct MlaWeights {
   TensorView kv_b_proj;       ///< [N * (P + V), L]
   TensorView o_proj;          ///< [H, N * V]
   TensorView o_bias;          ///< Optional [H].
+  TensorView sinks = {};      ///< Optional [N] of any compute dtype: raw logits.
   KvBOrder kv_b_order = KvBOrder::per_head;
 };
 
@@ -69,33 +71,16 @@ struct MlaUpProjections {
 MlaUpProjections mla_up_projections(const MlaDims& dims, const TensorView& kv_b_proj,
                                     KvBOrder order);
 
-/// What a step may be at most. Plans must be made for the context's plan_target.
-struct MlaLimits {
-  std::int64_t max_tokens = 0;            ///< Rows of a step.
-  std::int64_t max_num_seqs = 0;          ///< Requests of a step.
-  std::int64_t workspace_rows = 0;        ///< Context rows of a chunk.
-  std::int64_t max_seq_len = 0;           ///< Keys of a request.
-  std::int64_t max_decode_query_len = 1;  ///< Query tokens of a decode.
-};
-
-/// A step's operands, shared by all layers of a KV group but for the cache.
-struct MlaStep {
-  const BatchPlan* plan = nullptr;  ///< Null: profile run (see MlaLayer::operator()).
-  BlockTableView block_table = {};  ///< [requests of the batch, width], decodes first.
-  TensorView slot_mapping = {};     ///< [T] i32 or i64; absent: nothing is appended.
-  TensorView positions = {};        ///< [T] or [1, T]; may be absent when nothing is rotated.
-  MlaLimits profile_limits = {};    ///< Without a plan: what the worst step is.
-};
-
 /// Attention over already projected operands, before o_proj: expanded prefill with context chunks,
 /// absorbed decode. Immutable but for `reload`.
 class MlaAttention {
  public:
   MlaAttention() = default;
   /// `kv_b_proj` as for mla_up_projections. With MlaAbsorption::full the weights of decode are left
-  /// out: the caller brings queries in the latent space.
+  /// out: the caller brings queries in the latent space. `sinks` as in MlaWeights.
   MlaAttention(const MlaDims& dims, const TensorView& kv_b_proj, KvBOrder order,
-               LinearBackend linear, MlaAbsorption absorption = MlaAbsorption::two_step);
+               LinearBackend linear, MlaAbsorption absorption = MlaAbsorption::two_step,
+               const TensorView& sinks = {});
 
   const MlaDims& dims() const { return dims_; }
   DType dtype() const { return kv_b_proj_.dtype(); }
@@ -115,31 +100,32 @@ class MlaAttention {
   };
   /// Appends the new rows to `cache`, then attends. Every row of `out` is written: rows past the
   /// plan's tokens with zeros. Whatever is wrong is said before anything is written.
-  void operator()(const OpContext& ctx, const Operands& operands, const MlaStep& step,
+  void operator()(const OpContext& ctx, const Operands& operands, const AttentionStep& step,
                   const PagedKvCache& cache) const;
 
   /// Scratch of a step: exactly what it takes.
   std::int64_t workspace_bytes(const OpContext& ctx, const BatchPlan& plan) const;
   /// Scratch that suffices for every step within `limits`.
-  std::int64_t workspace_bytes(const OpContext& ctx, const MlaLimits& limits) const;
-  /// New values in the same storage.
-  void reload(const TensorView& kv_b_proj, KvBOrder order);
+  std::int64_t workspace_bytes(const OpContext& ctx, const AttentionLimits& limits) const;
+  /// New values in the same storage; sinks as before there or absent.
+  void reload(const TensorView& kv_b_proj, KvBOrder order, const TensorView& sinks = {});
 
  private:
   struct PrefillRows;
   struct Expanded;
-  void check(const OpContext& ctx, const Operands& operands, const MlaStep& step,
+  void check(const OpContext& ctx, const Operands& operands, const AttentionStep& step,
              const PagedKvCache& cache) const;
-  void decode(const OpContext& ctx, const Operands& operands, const MlaStep& step,
+  void decode(const OpContext& ctx, const Operands& operands, const AttentionStep& step,
               const PagedKvCache& cache) const;
-  void prefill(const OpContext& ctx, const PrefillRows& rows, const MlaStep& step,
+  void prefill(const OpContext& ctx, const PrefillRows& rows, const AttentionStep& step,
                const PagedKvCache& cache) const;
   void attend_new_tokens(const OpContext& ctx, const PrefillRows& rows, const BatchPlan& plan,
                          const AttentionState& result) const;
   void attend_chunk(const OpContext& ctx, const PrefillRows& rows, const ContextChunk& chunk,
-                    const MlaStep& step, const PagedKvCache& cache,
+                    const AttentionStep& step, const PagedKvCache& cache,
                     const AttentionState& context) const;
   Expanded split_expanded(const TensorView& kv) const;
+  TensorView sinks() const { return sinks_ ? sinks_.view() : TensorView{}; }
 
   std::int64_t decode_bytes(const OpContext& ctx, const DecodeSchedule& schedule,
                             std::int64_t tokens) const;
@@ -156,6 +142,7 @@ class MlaAttention {
   Linear kv_b_proj_;      ///< Expands latent rows for prefill.
   BatchedLinear absorb_;  ///< q_nope [T, N, P] -> [T, N, L]; two steps only.
   BatchedLinear v_up_;    ///< Latent output [T, N, L] -> [T, N, V]; two steps only.
+  Tensor sinks_;          ///< f32 [N] or absent.
 };
 
 /// The whole attention layer of a model: projections, norms, rotation, attention, o_proj.
@@ -170,16 +157,18 @@ class MlaLayer {
   const MlaDims& dims() const;
   DType dtype() const;
 
-  /// out [T, H] = layer(hidden [T, H]), after o_proj, both of dtype(). Rows past the plan's tokens
-  /// are not read and come out as zeros. Without a plan (profile run): zeros, after reserving and
-  /// taking the workspace that the worst step needs.
+  /// out [T, H] = layer(hidden [T, H]), after o_proj, both of dtype(). Window, chunk, soft cap and
+  /// draft tree are the plan's, whose context_plan must not be ContextPlanKind::paged: prefills
+  /// expand context chunk by chunk. Rows past the plan's tokens are not read and come out as zeros.
+  /// Without a plan (profile run): zeros, after reserving and taking the workspace that the worst
+  /// step needs.
   void operator()(const OpContext& ctx, const TensorView& hidden, const TensorView& out,
-                  const MlaStep& step, const PagedKvCache& cache) const;
+                  const AttentionStep& step, const PagedKvCache& cache) const;
 
   /// Scratch of a step: exactly what it takes.
   std::int64_t workspace_bytes(const OpContext& ctx, const BatchPlan& plan) const;
   /// Scratch that suffices for every step within `limits`.
-  std::int64_t workspace_bytes(const OpContext& ctx, const MlaLimits& limits) const;
+  std::int64_t workspace_bytes(const OpContext& ctx, const AttentionLimits& limits) const;
   std::int64_t weight_bytes() const;
   /// New values in the same storage. Same shapes and dtype.
   void reload(const MlaWeights& weights);

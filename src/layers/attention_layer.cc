@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "core/check.h"
@@ -13,14 +14,6 @@ namespace fovea {
 namespace {
 
 constexpr const char* kName = "attention_layer";
-
-Tensor copy_of(const TensorView& view) {
-  if (!view) return {};
-  Tensor result =
-      Tensor::empty(view.dtype, std::span(view.shape).first(static_cast<std::size_t>(view.ndim)));
-  copy(view, result);
-  return result;
-}
 
 /// RMSNorm in place of heads [T, n, D] of fused rows: of each head, or of all of them at once.
 void norm(const OpContext& ctx, const TensorView& heads, const TensorView& weight, float eps) {
@@ -94,8 +87,8 @@ AttentionLayer::State::State(const GqaDims& dims_, const AttentionWeights& w,
       rotates_on_append(rotary && options.rope_fusion != RopeFusion::separate &&
                         options.qk_norm != QkNorm::post_rope) {
   check_weights(dims, w, options);
-  FOVEA_CHECK(options.rms_norm_eps >= 0, invalid_argument,
-              "rms_norm_eps is {}, but must not be negative", options.rms_norm_eps);
+  FOVEA_CHECK(options.rms_norm_eps >= 0 && std::isfinite(options.rms_norm_eps), invalid_argument,
+              "rms_norm_eps is {}, but must be finite and not negative", options.rms_norm_eps);
   FOVEA_CHECK(
       options.rope_fusion != RopeFusion::fused || options.qk_norm != QkNorm::post_rope,
       invalid_argument,
@@ -108,10 +101,7 @@ AttentionLayer::State::State(const GqaDims& dims_, const AttentionWeights& w,
   qkv_proj = Linear(qkv.weight, qkv.bias, options.linear);
   q_norm = copy_of(w.q_norm);
   k_norm = copy_of(w.k_norm);
-  if (w.sinks) {
-    sinks = Tensor::empty(DType::f32, {dims.num_heads});
-    copy(w.sinks, sinks);
-  }
+  sinks = sinks_in_f32(w.sinks);
   o_proj = Linear(w.o_proj, w.o_bias, options.linear);
   const AttentionLoraUpdates lora(dims, w.lora);
   qkv_lora = Lora(dims.hidden_size, dims.qkv_size(), dtype, lora.qkv);

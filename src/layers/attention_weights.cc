@@ -15,11 +15,6 @@ struct Part {
   std::int64_t rows;
 };
 
-void check_own_dtype(const char* name, const TensorView& view,
-                     std::initializer_list<std::int64_t> shape) {
-  check_shape(name, view, is_compute_dtype(view.dtype) ? view.dtype : DType::f32, shape);
-}
-
 void check_norms(const GqaDims& d, const AttentionWeights& w, QkNorm qk_norm) {
   if (qk_norm == QkNorm::none) {
     FOVEA_CHECK(!w.q_norm && !w.k_norm, invalid_argument,
@@ -28,15 +23,15 @@ void check_norms(const GqaDims& d, const AttentionWeights& w, QkNorm qk_norm) {
   }
   const bool per_head = w.q_norm.ndim == 1 && w.q_norm.shape[0] == d.head_dim;
   if (per_head) {
-    check_own_dtype("k_norm", w.k_norm, {d.head_dim});
-    return check_own_dtype("q_norm", w.q_norm, {d.head_dim});
+    check_any_dtype("k_norm", w.k_norm, {d.head_dim});
+    return check_any_dtype("q_norm", w.q_norm, {d.head_dim});
   }
   FOVEA_CHECK(w.q_norm && w.q_norm.ndim == 1 && w.q_norm.shape[0] == d.q_size() &&
                   is_compute_dtype(w.q_norm.dtype),
               invalid_argument,
               "q_norm is {}, but must be [{}], of each head, or [{}], over all heads at once",
               w.q_norm ? to_string(w.q_norm) : "absent", d.head_dim, d.q_size());
-  check_own_dtype("k_norm", w.k_norm, {d.k_size()});
+  check_any_dtype("k_norm", w.k_norm, {d.k_size()});
 }
 
 }  // namespace
@@ -75,7 +70,7 @@ void check_weights(const GqaDims& d, const AttentionWeights& w, const AttentionO
   check_norms(d, w, options.qk_norm);
   check_shape("o_proj", w.o_proj, dtype, {H, d.out_size()});
   if (w.o_bias) check_shape("o_bias", w.o_bias, dtype, {H});
-  if (w.sinks) check_own_dtype("sinks", w.sinks, {d.num_heads});
+  if (w.sinks) check_any_dtype("sinks", w.sinks, {d.num_heads});
 }
 
 FusedQkv::FusedQkv(const GqaDims& d, const AttentionWeights& w) {

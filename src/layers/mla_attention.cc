@@ -4,6 +4,7 @@
 #include "core/check.h"
 #include "fovea/mla.h"
 #include "layers/rows.h"
+#include "layers/step.h"
 #include "ops/checks.h"
 
 namespace fovea {
@@ -49,20 +50,13 @@ void copy_state(const OpContext& ctx, const AttentionState& from, const Attentio
   copy(from.lse, to.lse);
 }
 
-/// The rows of requests from `first` on.
-BlockTableView requests_from(const BlockTableView& table, std::int64_t first,
-                             std::int64_t requests) {
-  return {.data = table.data + first * table.stride,
-          .requests = requests,
-          .width = table.width,
-          .stride = table.stride};
-}
-
 }  // namespace
 
 MlaAttention::MlaAttention(const MlaDims& dims, const TensorView& kv_b_proj, KvBOrder order,
-                           LinearBackend linear, MlaAbsorption absorption)
+                           LinearBackend linear, MlaAbsorption absorption, const TensorView& sinks)
     : dims_(dims.validated()), order_(order) {
+  if (sinks) check_any_dtype("sinks", sinks, {dims_.num_heads});
+  sinks_ = sinks_in_f32(sinks);
   const MlaUpProjections up = mla_up_projections(dims_, kv_b_proj, order);
   kv_b_proj_ = Linear(kv_b_proj, {}, linear);
   if (absorption == MlaAbsorption::two_step) {
@@ -71,8 +65,15 @@ MlaAttention::MlaAttention(const MlaDims& dims, const TensorView& kv_b_proj, KvB
   }
 }
 
-void MlaAttention::reload(const TensorView& kv_b_proj, KvBOrder order) {
+void MlaAttention::reload(const TensorView& kv_b_proj, KvBOrder order, const TensorView& sinks) {
   const MlaUpProjections up = mla_up_projections(dims_, kv_b_proj, order);
+  FOVEA_CHECK(static_cast<bool>(sinks) == static_cast<bool>(sinks_), invalid_argument,
+              "sinks are {}, but must be {} as when the layer was made", sinks ? "there" : "absent",
+              sinks_ ? "there" : "absent");
+  if (sinks) {
+    check_any_dtype("sinks", sinks, {dims_.num_heads});
+    copy(sinks, sinks_);
+  }
   kv_b_proj_.reload(kv_b_proj, {});
   order_ = order;
   if (absorb_) absorb_.reload(up.w_uk);
@@ -80,7 +81,8 @@ void MlaAttention::reload(const TensorView& kv_b_proj, KvBOrder order) {
 }
 
 std::int64_t MlaAttention::weight_bytes() const {
-  return kv_b_proj_.weight_bytes() + (absorb_ ? absorb_.weight_bytes() + v_up_.weight_bytes() : 0);
+  return kv_b_proj_.weight_bytes() + sinks_.nbytes() +
+         (absorb_ ? absorb_.weight_bytes() + v_up_.weight_bytes() : 0);
 }
 
 MlaAttention::Expanded MlaAttention::split_expanded(const TensorView& kv) const {
@@ -94,33 +96,17 @@ MlaAttention::Expanded MlaAttention::split_expanded(const TensorView& kv) const 
 
 // ---------------------------------------------------------------- checks
 
-namespace {
-
-/// Block ids of all keys that the step reads, so that nothing is appended when one is wrong.
-void check_needed_blocks(const BatchPlan& plan, const BlockTableView& table,
-                         const PagedKvCache& cache) {
-  constexpr const char* kName = "mla_attention";
-  const DecodeSchedule& decode = plan.decode;
-  for (std::size_t r = 0; r < decode.seq_lens.size(); ++r) {
-    if (decode.query_start_loc[r] == decode.query_start_loc[r + 1]) continue;
-    check_block_row(kName, table, cache, static_cast<std::int64_t>(r), 0, decode.seq_lens[r]);
-  }
-  for (std::size_t r = 0; r < plan.context_lens.size(); ++r) {
-    if (plan.context_lens[r] == 0) continue;
-    check_block_row(kName, table, cache, plan.split.num_decodes + static_cast<std::int64_t>(r), 0,
-                    plan.context_lens[r]);
-  }
-}
-
-}  // namespace
-
-void MlaAttention::check(const OpContext& ctx, const Operands& o, const MlaStep& step,
+void MlaAttention::check(const OpContext& ctx, const Operands& o, const AttentionStep& step,
                          const PagedKvCache& cache) const {
   const BatchPlan& plan = *step.plan;
   const std::int64_t N = dims_.num_heads, L = dims_.kv_lora_rank, R = dims_.qk_rope_head_dim;
   const std::int64_t tokens = o.kv_c.ndim == 2 ? o.kv_c.shape[0] : 0;
   const std::int64_t decodes = plan.split.num_decode_tokens;
   const bool absorbed = static_cast<bool>(o.decode_q_latent);
+  FOVEA_CHECK(!plan.paged_context, invalid_argument,
+              "plan was made with ContextPlanKind::paged, but MLA expands context chunk by chunk: "
+              "make it packed or equal");
+  FOVEA_CHECK(!step.lora_ids, unsupported, "lora_ids is there, but must not be: MLA has no LoRA");
   FOVEA_CHECK(absorbed || absorb_, invalid_argument,
               "decode_q_latent is absent, but must be there: this attention was made for full "
               "absorption");
@@ -146,22 +132,13 @@ void MlaAttention::check(const OpContext& ctx, const Operands& o, const MlaStep&
                     : chunk.parallel->local_context_lens_all_ranks.front().size());
   }
   check_cache("mla_attention", &cache, dims_.latent_dim(), "L + R");
-  const std::int64_t requests = std::int64_t{plan.split.num_decodes} + plan.split.num_prefills;
-  FOVEA_CHECK(step.block_table.requests >= requests, invalid_argument,
-              "block_table has {} rows, but must have one for each of the plan's {} requests",
-              step.block_table.requests, requests);
-  check_needed_blocks(plan, step.block_table, cache);
-  const std::int64_t needed = workspace_bytes(ctx, plan);
-  const std::int64_t left =
-      ctx.workspace != nullptr ? ctx.workspace->capacity() - ctx.workspace->used() : 0;
-  FOVEA_CHECK(needed <= left, resource_exhausted,
-              "workspace has {} bytes left, but the step needs {}: reserve workspace_bytes", left,
-              needed);
+  check_blocks("mla_attention", plan, step.block_table, cache);
+  check_workspace(ctx, workspace_bytes(ctx, plan));
 }
 
 // ---------------------------------------------------------------- a step
 
-void MlaAttention::operator()(const OpContext& ctx, const Operands& o, const MlaStep& step,
+void MlaAttention::operator()(const OpContext& ctx, const Operands& o, const AttentionStep& step,
                               const PagedKvCache& cache) const {
   FOVEA_CHECK(step.plan != nullptr, invalid_argument,
               "step.plan is null, but attention needs one: profile runs end in the layer");
@@ -190,7 +167,7 @@ void MlaAttention::operator()(const OpContext& ctx, const Operands& o, const Mla
   fill_zero(o.out.slice(0, end, o.out.shape[0]));
 }
 
-void MlaAttention::decode(const OpContext& ctx, const Operands& o, const MlaStep& step,
+void MlaAttention::decode(const OpContext& ctx, const Operands& o, const AttentionStep& step,
                           const PagedKvCache& cache) const {
   const std::int64_t N = dims_.num_heads, L = dims_.kv_lora_rank, P = dims_.qk_nope_head_dim;
   const std::int64_t tokens = step.plan->split.num_decode_tokens;
@@ -204,7 +181,8 @@ void MlaAttention::decode(const OpContext& ctx, const Operands& o, const MlaStep
                          .lse = {},
                          .schedule = &step.plan->decode,
                          .variant = step.plan->variant,
-                         .sm_scale = dims_.sm_scale};
+                         .sm_scale = dims_.sm_scale,
+                         .sinks = sinks()};
   if (!absorbed) {
     const TensorView q = o.q.slice(0, 0, tokens);
     params.q_latent = scope.take(dtype(), {tokens, N, L});
@@ -216,7 +194,7 @@ void MlaAttention::decode(const OpContext& ctx, const Operands& o, const MlaStep
   if (!absorbed) v_up_(ctx, params.out, o.out.slice(0, 0, tokens));  // -> [Td, N, V]
 }
 
-void MlaAttention::prefill(const OpContext& ctx, const PrefillRows& rows, const MlaStep& step,
+void MlaAttention::prefill(const OpContext& ctx, const PrefillRows& rows, const AttentionStep& step,
                            const PagedKvCache& cache) const {
   const BatchPlan& plan = *step.plan;
   if (!plan.has_context()) return attend_new_tokens(ctx, rows, plan, {.out = rows.out, .lse = {}});
@@ -231,11 +209,14 @@ void MlaAttention::prefill(const OpContext& ctx, const PrefillRows& rows, const 
   }
   const AttentionState new_tokens = take_state(scope, tokens, dims_);
   attend_new_tokens(ctx, rows, plan, new_tokens);
-  merge_state(ctx,
-              {.prefix = context, .suffix = new_tokens, .result = {.out = rows.out, .lse = {}}});
+  merge_state(ctx, {.prefix = context,
+                    .suffix = new_tokens,
+                    .result = {.out = rows.out, .lse = {}},
+                    .sinks = sinks()});
 }
 
-/// The new tokens among themselves, from their fresh rows: the cache's copy may be quantised.
+/// The new tokens among themselves, from their fresh rows: the cache's copy may be quantised. Sinks
+/// join here only when no merge follows.
 void MlaAttention::attend_new_tokens(const OpContext& ctx, const PrefillRows& rows,
                                      const BatchPlan& plan, const AttentionState& result) const {
   WorkspaceScope scope(*ctx.workspace);
@@ -250,12 +231,14 @@ void MlaAttention::attend_new_tokens(const OpContext& ctx, const PrefillRows& ro
                           .lse = result.lse,
                           .schedule = &plan.prefill,
                           .variant = plan.variant,
-                          .sm_scale = dims_.sm_scale});
+                          .sm_scale = dims_.sm_scale,
+                          .paged = {},
+                          .sinks = plan.has_context() ? TensorView{} : sinks()});
 }
 
 /// A chunk's context rows, gathered and expanded; joins the chunk's partial with `context`.
 void MlaAttention::attend_chunk(const OpContext& ctx, const PrefillRows& rows,
-                                const ContextChunk& chunk, const MlaStep& step,
+                                const ContextChunk& chunk, const AttentionStep& step,
                                 const PagedKvCache& cache, const AttentionState& context) const {
   const std::int64_t L = dims_.kv_lora_rank, keys = chunk.num_context_tokens;
   const std::int64_t begin = chunk.tokens.begin, end = chunk.tokens.end;
@@ -275,8 +258,6 @@ void MlaAttention::attend_chunk(const OpContext& ctx, const PrefillRows& rows,
   const AttentionState target = slice(context, begin, end);
   const std::int64_t merged = chunk.merge_end - begin;  // Tokens that have a partial already.
   const AttentionState partial = merged > 0 ? take_state(scope, end - begin, dims_) : target;
-  AttentionVariant variant = step.plan->variant;
-  variant.causal = false;  // All context comes before all new tokens.
   attention_prefill(ctx, {.q = rows.q.slice(0, begin, end),
                           .k = expanded.k_nope,
                           .k_pe = latent.slice(1, L, dims_.latent_dim()),
@@ -284,11 +265,15 @@ void MlaAttention::attend_chunk(const OpContext& ctx, const PrefillRows& rows,
                           .out = partial.out,
                           .lse = partial.lse,
                           .schedule = &chunk.schedule,
-                          .variant = variant,
-                          .sm_scale = dims_.sm_scale});
+                          .variant = step.plan->variant,
+                          .sm_scale = dims_.sm_scale,
+                          .paged = {},
+                          .sinks = {}});
   if (merged == 0) return;
   const AttentionState running = slice(target, 0, merged);
-  merge_state(ctx, {.prefix = running, .suffix = slice(partial, 0, merged), .result = running});
+  merge_state(
+      ctx,
+      {.prefix = running, .suffix = slice(partial, 0, merged), .result = running, .sinks = {}});
   copy_state(ctx, slice(partial, merged, end - begin), slice(target, merged, end - begin));
 }
 

@@ -2,30 +2,17 @@
 #include <algorithm>
 
 #include "fovea/mla.h"
+#include "layers/step.h"
 #include "layers/worst_case.h"
 
 namespace fovea {
-namespace {
-
-/// Of a view with a shape alone: what ops read to size their scratch.
-TensorView shape_only(DType dtype, std::initializer_list<std::int64_t> shape) {
-  static std::byte present;
-  return TensorView::contiguous(&present, dtype, shape);
-}
-
-std::int64_t rounded(DType dtype, std::int64_t count) {
-  return Workspace::rounded(bytes_of(dtype, count));
-}
-
-}  // namespace
-
 std::int64_t MlaAttention::state_bytes(std::int64_t tokens) const {
-  return rounded(DType::f32, tokens * dims_.num_heads * dims_.v_head_dim) +
-         rounded(DType::f32, dims_.num_heads * tokens);
+  return rounded_bytes(DType::f32, tokens * dims_.num_heads * dims_.v_head_dim) +
+         rounded_bytes(DType::f32, dims_.num_heads * tokens);
 }
 
 std::int64_t MlaAttention::expanded_bytes(std::int64_t keys) const {
-  return rounded(dtype(), keys * kv_b_proj_.out_features());
+  return rounded_bytes(dtype(), keys * kv_b_proj_.out_features());
 }
 
 std::int64_t MlaAttention::attention_bytes(const OpContext& ctx, const PrefillSchedule& schedule,
@@ -39,7 +26,9 @@ std::int64_t MlaAttention::attention_bytes(const OpContext& ctx, const PrefillSc
                                       .lse = shape_only(DType::f32, {N, queries}),
                                       .schedule = &schedule,
                                       .variant = {},
-                                      .sm_scale = dims_.sm_scale});
+                                      .sm_scale = dims_.sm_scale,
+                                      .paged = {},
+                                      .sinks = sinks()});
 }
 
 std::int64_t MlaAttention::new_tokens_bytes(std::int64_t tokens, std::int64_t attention) const {
@@ -49,7 +38,7 @@ std::int64_t MlaAttention::new_tokens_bytes(std::int64_t tokens, std::int64_t at
 std::int64_t MlaAttention::chunk_bytes(std::int64_t queries, std::int64_t keys, bool merges,
                                        std::int64_t attention) const {
   const std::int64_t partial = merges ? state_bytes(queries) : 0;
-  return rounded(dtype(), keys * dims_.latent_dim()) + expanded_bytes(keys) +
+  return rounded_bytes(dtype(), keys * dims_.latent_dim()) + expanded_bytes(keys) +
          std::max(kv_b_proj_.workspace_bytes(keys), partial + attention);
 }
 
@@ -57,9 +46,7 @@ std::int64_t MlaAttention::decode_bytes(const OpContext& ctx, const DecodeSchedu
                                         std::int64_t tokens) const {
   const std::int64_t N = dims_.num_heads, L = dims_.kv_lora_rank, R = dims_.qk_rope_head_dim;
   const std::int64_t rows = schedule.query_start_loc.back();
-  alignas(Workspace::kAlignment) static std::byte no_rows;
-  const PagedKvCache cache = PagedKvCache::view(&no_rows, {dtype(), dims_.latent_dim()},
-                                                {.num_blocks = 0, .block_size = 1});
+  const PagedKvCache cache = format_only({dtype(), dims_.latent_dim()});
   const std::int64_t attention =
       fovea::workspace_bytes(ctx, MlaDecodeParams{.q_latent = shape_only(dtype(), {rows, N, L}),
                                                   .q_pe = shape_only(dtype(), {rows, N, R}),
@@ -69,9 +56,10 @@ std::int64_t MlaAttention::decode_bytes(const OpContext& ctx, const DecodeSchedu
                                                   .lse = {},
                                                   .schedule = &schedule,
                                                   .variant = {},
-                                                  .sm_scale = dims_.sm_scale});
+                                                  .sm_scale = dims_.sm_scale,
+                                                  .sinks = sinks()});
   if (!absorb_) return attention;
-  return 2 * rounded(dtype(), tokens * N * L) +
+  return 2 * rounded_bytes(dtype(), tokens * N * L) +
          std::max({attention, absorb_.workspace_bytes(tokens), v_up_.workspace_bytes(tokens)});
 }
 
@@ -95,7 +83,8 @@ std::int64_t MlaAttention::workspace_bytes(const OpContext& ctx, const BatchPlan
   return bytes;
 }
 
-std::int64_t MlaAttention::workspace_bytes(const OpContext& ctx, const MlaLimits& limits) const {
+std::int64_t MlaAttention::workspace_bytes(const OpContext& ctx,
+                                           const AttentionLimits& limits) const {
   const std::int64_t tokens = limits.max_tokens, keys = limits.workspace_rows;
   if (tokens == 0) return 0;
   const DecodeSchedule decode = worst_decode_schedule(limits, ctx.plan_target);

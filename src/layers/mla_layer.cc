@@ -1,10 +1,12 @@
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "core/check.h"
 #include "fovea/mla.h"
 #include "layers/absorbed_weights.h"
 #include "layers/rows.h"
+#include "layers/step.h"
 
 namespace fovea {
 namespace {
@@ -15,16 +17,12 @@ void check_weights(const MlaDims& d, const MlaWeights& w) {
   FOVEA_CHECK(is_compute_dtype(dtype), invalid_argument,
               "kv_a_proj is {}, but must be f32, f16 or bf16", to_string(w.kv_a_proj));
   const std::int64_t N = d.num_heads, Lq = d.q_lora_rank, H = d.hidden_size;
-  const auto check_norm = [](const char* name, const TensorView& view, std::int64_t extent) {
-    const DType own = is_compute_dtype(view.dtype) ? view.dtype : DType::f32;
-    check_shape(name, view, own, {extent});
-  };
   const auto check_optional = [&](const char* name, const TensorView& view, std::int64_t extent) {
     if (view) check_shape(name, view, dtype, {extent});
   };
   if (Lq > 0) {
     check_shape("q_a_proj", w.q_a_proj, dtype, {Lq, H});
-    check_norm("q_a_layernorm", w.q_a_layernorm, Lq);
+    check_any_dtype("q_a_layernorm", w.q_a_layernorm, {Lq});
     check_optional("q_a_bias", w.q_a_bias, Lq);
   } else {
     FOVEA_CHECK(!w.q_a_proj && !w.q_a_bias && !w.q_a_layernorm, invalid_argument,
@@ -33,20 +31,14 @@ void check_weights(const MlaDims& d, const MlaWeights& w) {
   check_shape("q_b_proj", w.q_b_proj, dtype, {N * d.qk_head_dim(), Lq > 0 ? Lq : H});
   check_shape("kv_a_proj", w.kv_a_proj, dtype, {d.latent_dim(), H});
   check_optional("kv_a_bias", w.kv_a_bias, d.latent_dim());
-  check_norm("kv_a_layernorm", w.kv_a_layernorm, d.kv_lora_rank);
+  check_any_dtype("kv_a_layernorm", w.kv_a_layernorm, {d.kv_lora_rank});
   mla_up_projections(d, w.kv_b_proj, w.kv_b_order);
   FOVEA_CHECK(w.kv_b_proj.dtype == dtype, invalid_argument,
               "kv_b_proj is {}, but must be {} like kv_a_proj", to_string(w.kv_b_proj),
               name_of(dtype));
   check_shape("o_proj", w.o_proj, dtype, {H, N * d.v_head_dim});
   check_optional("o_bias", w.o_bias, H);
-}
-
-Tensor copy_of(const TensorView& view) {
-  Tensor result =
-      Tensor::empty(view.dtype, std::span(view.shape).first(static_cast<std::size_t>(view.ndim)));
-  copy(view, result);
-  return result;
+  if (w.sinks) check_any_dtype("sinks", w.sinks, {N});
 }
 
 /// q_a_proj and kv_a_proj read the same hidden states: one product of Lq + L + R columns.
@@ -66,14 +58,14 @@ struct FusedA {
   Tensor bias;    ///< [Lq + L + R] or absent
 };
 
-std::int64_t rounded(DType dtype, std::int64_t count) {
-  return Workspace::rounded(bytes_of(dtype, count));
-}
-
-/// [1, T] as [T].
-TensorView flat(const TensorView& positions) {
-  return positions.ndim == 2 && positions.shape[0] == 1 ? positions.select(0, 0) : positions;
-}
+/// The caller's thread alone.
+class SerialPool final : public ThreadPool {
+ public:
+  int num_threads() const override { return 1; }
+  void run(std::int64_t num_tasks, TaskRef fn) override {
+    for (std::int64_t task = 0; task < num_tasks; ++task) fn(task);
+  }
+};
 
 }  // namespace
 
@@ -103,10 +95,11 @@ struct MlaLayer::State {
   std::int64_t query_rows(const StepRows& rows) const {
     return is_full() ? rows.prefills() : rows.tokens;
   }
-  void check(const TensorView& hidden, const TensorView& out, const MlaStep& step) const;
+  void check(const TensorView& hidden, const TensorView& out, const AttentionStep& step) const;
   Projected take(WorkspaceScope& scope, const StepRows& rows) const;
   std::int64_t projected_bytes(const StepRows& rows) const;
   std::int64_t products_bytes(const StepRows& rows) const;
+  void norm_latents(const OpContext& ctx, const Projected& projected) const;
   void project(const OpContext& ctx, const TensorView& hidden, const StepRows& rows,
                const Projected& projected) const;
   void rotate(const OpContext& ctx, const StepRows& rows, const TensorView& positions,
@@ -143,8 +136,8 @@ MlaLayer::State::State(const MlaDims& dims_, const MlaWeights& w,
       rms_norm_eps(options.rms_norm_eps),
       rotary(std::move(rotary_)) {
   check_weights(dims, w);
-  FOVEA_CHECK(rms_norm_eps >= 0, invalid_argument, "rms_norm_eps is {}, but must not be negative",
-              rms_norm_eps);
+  FOVEA_CHECK(rms_norm_eps >= 0 && std::isfinite(rms_norm_eps), invalid_argument,
+              "rms_norm_eps is {}, but must be finite and not negative", rms_norm_eps);
   FOVEA_CHECK(!rotary || rotary->config().dim == dims.qk_rope_head_dim, invalid_argument,
               "rotary turns {} channels, but must turn qk_rope_head_dim = {}",
               rotary ? rotary->config().dim : 0, dims.qk_rope_head_dim);
@@ -153,7 +146,8 @@ MlaLayer::State::State(const MlaDims& dims_, const MlaWeights& w,
   if (dims.q_lora_rank > 0) q_a_layernorm = copy_of(w.q_a_layernorm);
   kv_a_layernorm = copy_of(w.kv_a_layernorm);
   q_b_proj = Linear(w.q_b_proj, {}, options.linear);
-  attention = MlaAttention(dims, w.kv_b_proj, w.kv_b_order, options.linear, options.absorption);
+  attention =
+      MlaAttention(dims, w.kv_b_proj, w.kv_b_order, options.linear, options.absorption, w.sinks);
   o_proj = Linear(w.o_proj, w.o_bias, options.linear);
   if (options.absorption == MlaAbsorption::two_step) return;
   const MlaUpProjections up = mla_up_projections(dims, w.kv_b_proj, w.kv_b_order);
@@ -163,7 +157,7 @@ MlaLayer::State::State(const MlaDims& dims_, const MlaWeights& w,
 }
 
 void MlaLayer::State::check(const TensorView& hidden, const TensorView& out,
-                            const MlaStep& step) const {
+                            const AttentionStep& step) const {
   const std::int64_t tokens = hidden.ndim == 2 ? hidden.shape[0] : 0;
   check_rows("hidden", hidden, dtype, {tokens, dims.hidden_size});
   check_rows("out", out, dtype, {tokens, dims.hidden_size});
@@ -171,7 +165,9 @@ void MlaLayer::State::check(const TensorView& hidden, const TensorView& out,
   FOVEA_CHECK(step.plan->num_actual_tokens <= tokens, invalid_argument,
               "hidden is {}, but must have the {} rows of the plan", to_string(hidden),
               step.plan->num_actual_tokens);
-  if (rotary) check_indices("positions", flat(step.positions), tokens);
+  if (rotary) {
+    check_positions(flat_positions(step.positions), tokens, rotary->config().sections.multi_axis());
+  }
   if (step.slot_mapping) check_indices("slot_mapping", step.slot_mapping, tokens);
 }
 
@@ -193,11 +189,12 @@ MlaLayer::State::Projected MlaLayer::State::take(WorkspaceScope& scope,
 std::int64_t MlaLayer::State::projected_bytes(const StepRows& rows) const {
   const std::int64_t N = dims.num_heads, L = dims.kv_lora_rank, R = dims.qk_rope_head_dim;
   const std::int64_t query_rows_ = query_rows(rows);
-  std::int64_t bytes = rounded(dtype, rows.tokens * fused_a.out_features()) +
-                       rounded(dtype, query_rows_ * N * dims.qk_head_dim()) +
-                       rounded(dtype, query_rows_ * N * dims.v_head_dim);
+  std::int64_t bytes = rounded_bytes(dtype, rows.tokens * fused_a.out_features()) +
+                       rounded_bytes(dtype, query_rows_ * N * dims.qk_head_dim()) +
+                       rounded_bytes(dtype, query_rows_ * N * dims.v_head_dim);
   if (is_full()) {
-    bytes += 2 * rounded(dtype, rows.decodes * N * L) + rounded(dtype, rows.decodes * N * R);
+    bytes +=
+        2 * rounded_bytes(dtype, rows.decodes * N * L) + rounded_bytes(dtype, rows.decodes * N * R);
   }
   return bytes;
 }
@@ -214,16 +211,34 @@ std::int64_t MlaLayer::State::products_bytes(const StepRows& rows) const {
   return bytes;
 }
 
+/// q_a_layernorm and kv_a_layernorm in one parallel region, side by side: a row's bits depend on
+/// the row alone.
+void MlaLayer::State::norm_latents(const OpContext& ctx, const Projected& p) const {
+  const TensorView kv_c = latent_rows(p).slice(1, 0, dims.kv_lora_rank);
+  const RmsNormParams kv_a{.x = kv_c, .weight = kv_a_layernorm, .out = kv_c, .eps = rms_norm_eps};
+  if (dims.q_lora_rank == 0) return rms_norm(ctx, kv_a);
+  const TensorView q_a = p.fused_a.slice(1, 0, dims.q_lora_rank);
+  const RmsNormParams norms[] = {
+      {.x = q_a, .weight = q_a_layernorm, .out = q_a, .eps = rms_norm_eps}, kv_a};
+  const std::int64_t tokens = q_a.shape[0];
+  const std::int64_t parts = std::min<std::int64_t>(tokens, ctx.pool->num_threads());
+  ctx.pool->run(2 * parts, [&](std::int64_t task) {
+    SerialPool serial;
+    OpContext alone = ctx;
+    alone.pool = &serial;
+    RmsNormParams part = norms[task % 2];
+    const std::int64_t i = task / 2;
+    part.x = part.out = part.x.slice(0, tokens * i / parts, tokens * (i + 1) / parts);
+    rms_norm(alone, part);
+  });
+}
+
 void MlaLayer::State::project(const OpContext& ctx, const TensorView& hidden, const StepRows& rows,
                               const Projected& p) const {
   fused_a(ctx, hidden, p.fused_a);  // [Ta, H] -> [Ta, Lq + L + R]
-  TensorView q_input = hidden;
-  if (dims.q_lora_rank > 0) {
-    q_input = p.fused_a.slice(1, 0, dims.q_lora_rank);
-    rms_norm(ctx, {.x = q_input, .weight = q_a_layernorm, .out = q_input, .eps = rms_norm_eps});
-  }
-  const TensorView kv_c = latent_rows(p).slice(1, 0, dims.kv_lora_rank);
-  rms_norm(ctx, {.x = kv_c, .weight = kv_a_layernorm, .out = kv_c, .eps = rms_norm_eps});
+  norm_latents(ctx, p);
+  const TensorView q_input =
+      dims.q_lora_rank > 0 ? p.fused_a.slice(1, 0, dims.q_lora_rank) : hidden;
   if (!is_full()) return q_b_proj(ctx, q_input, p.q.fuse(1));
   const TensorView decode_input = q_input.slice(0, 0, rows.decodes);
   w_q_uk(ctx, decode_input, p.decode_q_latent.fuse(1));
@@ -233,13 +248,15 @@ void MlaLayer::State::project(const OpContext& ctx, const TensorView& hidden, co
 
 void MlaLayer::State::rotate(const OpContext& ctx, const StepRows& rows,
                              const TensorView& positions, const Projected& p) const {
-  const RotaryEmbedding& turn = *rotary;
+  const auto turn = [&](const TensorView& x, std::int64_t begin, std::int64_t end) {
+    (*rotary)(ctx, x, positions.slice(positions.ndim - 1, begin, end));
+  };
   const TensorView k_pe = latent_rows(p).slice(1, dims.kv_lora_rank, dims.latent_dim());
-  turn(ctx, k_pe.split(1, 1, dims.qk_rope_head_dim), positions);
+  turn(k_pe.split(1, 1, dims.qk_rope_head_dim), 0, rows.tokens);
   const TensorView q_pe = p.q.slice(2, dims.qk_nope_head_dim, dims.qk_head_dim());
-  if (!is_full()) return turn(ctx, q_pe, positions);
-  turn(ctx, p.decode_q_pe, positions.slice(0, 0, rows.decodes));
-  turn(ctx, q_pe, positions.slice(0, rows.decodes, rows.tokens));
+  if (!is_full()) return turn(q_pe, 0, rows.tokens);
+  turn(p.decode_q_pe, 0, rows.decodes);
+  turn(q_pe, rows.decodes, rows.tokens);
 }
 
 void MlaLayer::State::finish(const OpContext& ctx, const StepRows& rows, const Projected& p,
@@ -262,28 +279,21 @@ const MlaDims& MlaLayer::dims() const { return state_->dims; }
 DType MlaLayer::dtype() const { return state_->dtype; }
 
 void MlaLayer::operator()(const OpContext& ctx, const TensorView& hidden, const TensorView& out,
-                          const MlaStep& step, const PagedKvCache& cache) const {
+                          const AttentionStep& step, const PagedKvCache& cache) const {
   const State& s = *state_;
   s.check(hidden, out, step);
   if (step.plan == nullptr) {
-    const std::int64_t bytes = workspace_bytes(ctx, step.profile_limits);
-    ctx.workspace->reserve(bytes);
-    WorkspaceScope(*ctx.workspace).take_bytes(bytes);
+    take_worst_case(ctx, workspace_bytes(ctx, step.profile_limits));
     return fill_zero(out);
   }
-  const std::int64_t needed = workspace_bytes(ctx, *step.plan);
-  const std::int64_t left =
-      ctx.workspace != nullptr ? ctx.workspace->capacity() - ctx.workspace->used() : 0;
-  FOVEA_CHECK(needed <= left, resource_exhausted,
-              "workspace has {} bytes left, but the step needs {}: reserve workspace_bytes", left,
-              needed);
+  check_workspace(ctx, workspace_bytes(ctx, *step.plan));
   const State::StepRows rows{step.plan->num_actual_tokens, step.plan->split.num_decode_tokens};
   WorkspaceScope scope(*ctx.workspace);
   const State::Projected p = s.take(scope, rows);
   s.project(ctx, hidden.slice(0, 0, rows.tokens), rows, p);
-  if (s.rotary) s.rotate(ctx, rows, flat(step.positions).slice(0, 0, rows.tokens), p);
+  if (s.rotary) s.rotate(ctx, rows, flat_positions(step.positions), p);
 
-  MlaStep actual = step;  // Without the padding rows.
+  AttentionStep actual = step;  // Without the padding rows.
   if (step.slot_mapping) actual.slot_mapping = step.slot_mapping.slice(0, 0, rows.tokens);
   const TensorView latent = s.latent_rows(p);
   s.attention(ctx,
@@ -304,7 +314,7 @@ std::int64_t MlaLayer::workspace_bytes(const OpContext& ctx, const BatchPlan& pl
                                  state_->attention.workspace_bytes(ctx, plan));
 }
 
-std::int64_t MlaLayer::workspace_bytes(const OpContext& ctx, const MlaLimits& limits) const {
+std::int64_t MlaLayer::workspace_bytes(const OpContext& ctx, const AttentionLimits& limits) const {
   const std::int64_t attention = state_->attention.workspace_bytes(ctx, limits);
   const std::int64_t decodes =
       std::min(limits.max_tokens, limits.max_num_seqs * limits.max_decode_query_len);
@@ -340,7 +350,7 @@ void MlaLayer::reload(const MlaWeights& w) {
   if (s.dims.q_lora_rank > 0) copy(w.q_a_layernorm, s.q_a_layernorm);
   copy(w.kv_a_layernorm, s.kv_a_layernorm);
   s.q_b_proj.reload(w.q_b_proj, {});
-  s.attention.reload(w.kv_b_proj, w.kv_b_order);
+  s.attention.reload(w.kv_b_proj, w.kv_b_order, w.sinks);
   s.o_proj.reload(w.o_proj, w.o_bias);
   if (!s.is_full()) return;
   const MlaUpProjections up = mla_up_projections(s.dims, w.kv_b_proj, w.kv_b_order);

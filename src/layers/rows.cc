@@ -41,10 +41,30 @@ void fill_zero(const TensorView& view) {
   std::memset(view.data, 0, static_cast<std::size_t>(bytes_of(view.dtype, view.shape[0])));
 }
 
+Tensor copy_of(const TensorView& view) {
+  if (!view) return {};
+  Tensor result =
+      Tensor::empty(view.dtype, std::span(view.shape).first(static_cast<std::size_t>(view.ndim)));
+  copy(view, result);
+  return result;
+}
+
+Tensor sinks_in_f32(const TensorView& sinks) {
+  if (!sinks) return {};
+  Tensor result = Tensor::empty(DType::f32, {sinks.shape[0]});
+  copy(sinks, result);
+  return result;
+}
+
 void check_shape(const char* name, const TensorView& view, DType dtype,
                  std::initializer_list<std::int64_t> shape) {
   if (has_shape(view, shape) && view.dtype == dtype && has_elements_or_data(view)) return;
   fail_shape(name, view, dtype, shape, "");
+}
+
+void check_any_dtype(const char* name, const TensorView& view,
+                     std::initializer_list<std::int64_t> shape) {
+  check_shape(name, view, is_compute_dtype(view.dtype) ? view.dtype : DType::f32, shape);
 }
 
 void check_rows(const char* name, const TensorView& view, DType dtype,

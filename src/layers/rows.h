@@ -11,10 +11,18 @@ namespace fovea {
 /// All elements of a view [T, ..., D] with unit innermost stride become zero.
 void fill_zero(const TensorView& view);
 
+/// An owning copy; absent of an absent view.
+Tensor copy_of(const TensorView& view);
+/// A copy of sinks [N], converted to f32; absent of an absent view.
+Tensor sinks_in_f32(const TensorView& sinks);
+
 /// Throws Error(invalid_argument) unless `view` is there, of `dtype`, with these extents.
 void check_shape(const char* name, const TensorView& view, DType dtype,
                  std::initializer_list<std::int64_t> shape);
-/// The same with unit innermost stride.
+/// The same in any compute dtype.
+void check_any_dtype(const char* name, const TensorView& view,
+                     std::initializer_list<std::int64_t> shape);
+/// check_shape with unit innermost stride.
 void check_rows(const char* name, const TensorView& view, DType dtype,
                 std::initializer_list<std::int64_t> shape);
 /// i32 or i64.

@@ -4,7 +4,7 @@
 
 namespace fovea {
 
-DecodeSchedule worst_decode_schedule(const MlaLimits& limits, const PlanTarget& target) {
+DecodeSchedule worst_decode_schedule(const AttentionLimits& limits, const PlanTarget& target) {
   // Workers are cut from one line of work: at most workers - 1 cuts, each at worst in a request of
   // its own, which then has two partials.
   const auto requests = static_cast<std::int32_t>(std::max<std::int64_t>(limits.max_num_seqs, 1));

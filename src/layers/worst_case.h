@@ -6,7 +6,7 @@
 namespace fovea {
 
 /// A decode cut into as many partials as `target` can cut one.
-DecodeSchedule worst_decode_schedule(const MlaLimits& limits, const PlanTarget& target);
+DecodeSchedule worst_decode_schedule(const AttentionLimits& limits, const PlanTarget& target);
 
 /// Full query tiles for every thread, over requests of `max_seq_len` keys.
 PrefillSchedule worst_prefill_schedule(std::int64_t max_tokens, std::int64_t max_seq_len,
