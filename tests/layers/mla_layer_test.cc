@@ -278,7 +278,7 @@ TEST(MlaLayer, ProfileRunTakesTheWorstStepAndGivesZeros) {
   OpContext ctx = world.context();
   Workspace workspace;
   ctx.workspace = &workspace;
-  MlaStep step;
+  AttentionStep step;
   step.profile_limits = {
       .max_tokens = 100, .max_num_seqs = 10, .workspace_rows = 64, .max_seq_len = 500};
   world.layer()(ctx, hidden, out, step, PagedKvCache());

@@ -50,7 +50,7 @@ TEST(MlaRun, LimitsCoverRandomPlans) {
         options.backend = backend;
         options.dtype = dtype;
         const World world(options, {1});
-        MlaLimits limits{.max_tokens = 96,
+        AttentionLimits limits{.max_tokens = 96,
                          .max_num_seqs = 12,
                          .workspace_rows = 64,
                          .max_seq_len = 3000,
@@ -95,7 +95,7 @@ TEST(MlaRun, LimitsCoverDecodesCutForManyWorkers) {
     options.threads = threads;
     options.shape = {.heads = 32, .latent = 64, .nope = 4, .rope = 2, .value = 4};
     const World world(options, {1});
-    const MlaLimits limits{
+    const AttentionLimits limits{
         .max_tokens = 9, .max_num_seqs = 9, .workspace_rows = 0, .max_seq_len = 5000};
     const std::int64_t bound = world.layer().workspace_bytes(world.context(), limits);
     std::int32_t most_partials = 0;

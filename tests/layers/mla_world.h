@@ -106,7 +106,7 @@ class World {
     Tensor positions;
     std::unique_ptr<PaddedTensor> hidden;
     std::unique_ptr<PaddedTensor> out;
-    MlaStep step;
+    AttentionStep step;
   };
 
   Step prepare(const std::vector<Extend>& extends) const {
@@ -284,7 +284,7 @@ class World {
     return TensorView::contiguous(cache_.slot(slot_of(sequence, t)), cache_.format().dtype,
                                   {cache_.format().row_elements});
   }
-  static MlaLimits limits_of(const BatchPlan& plan, const std::vector<Extend>& extends) {
+  static AttentionLimits limits_of(const BatchPlan& plan, const std::vector<Extend>& extends) {
     return {.max_tokens = plan.num_actual_tokens,
             .max_num_seqs = static_cast<std::int64_t>(extends.size()),
             .workspace_rows = plan.peak_context_rows,
