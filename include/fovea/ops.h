@@ -15,6 +15,7 @@
 // schedule's last come out as zeros and -inf.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -40,17 +41,34 @@ enum class RopePairing : std::uint8_t {
   interleaved,  ///< Channel 2 i turns with channel 2 i + 1.
 };
 
-/// Turns x in place by the angles of each token's position.
-struct RopeParams {
-  TensorView x;          ///< [T, N, R] compute dtype, R even; any strides.
-  TensorView positions;  ///< [T] or [1, T], i32 or i64, each in [0, max_position).
+/// How the channel pairs of a multi-axis rotation (time, height, width) share the axes.
+struct MropeSections {
+  std::array<std::int64_t, 3> pairs{};  ///< Of each axis; they add up to R / 2. All 0: one axis.
+  /// Pair i turns by axis i % 3 while that axis has pairs left (i < 3 * pairs[i % 3]), else by axis
+  /// 0. False: the first pairs[0] pairs turn by axis 0, the next pairs[1] by axis 1, and so on.
+  bool interleaved = false;
+  bool multi_axis() const { return pairs[0] + pairs[1] + pairs[2] > 0; }
+  bool operator==(const MropeSections&) const = default;
+};
+
+/// The angles of each token.
+struct RopeAngles {
+  TensorView positions;  ///< [T] or [1, T], or [3, T] with sections; i32 or i64, each in
+                         ///< [0, max_position).
   TensorView cos_sin;    ///< [max_position, R] f32: R / 2 cosines, then R / 2 sines, contiguous.
   RopePairing pairing = RopePairing::neox;
+  MropeSections sections;
+};
+
+/// Turns x in place. Channels beyond the first R of a head are no part of x: pass a slice.
+struct RopeParams {
+  TensorView x;  ///< [T, N, R] compute dtype, R even; any strides.
+  RopeAngles angles;
 };
 void rope(const OpContext& ctx, const RopeParams& params);
 
-/// Stores row [kv_c[t] | k_pe[t]] in slot slot_mapping[t]; -1 skips a token. No other slot may occur
-/// twice.
+/// Stores row [kv_c[t] | k_pe[t]] in slot slot_mapping[t]; -1 skips a token. No other slot may
+/// occur twice.
 struct KvAppendParams {
   TensorView kv_c;                      ///< [T, L] compute dtype.
   TensorView k_pe;                      ///< [T, R] dtype of kv_c.
@@ -58,6 +76,19 @@ struct KvAppendParams {
   const PagedKvCache* cache = nullptr;  ///< Rows of L + R.
 };
 void kv_append(const OpContext& ctx, const KvAppendParams& params);
+
+/// Stores keys k[t] and values v[t] of all heads in slot slot_mapping[t] of their caches; -1 skips
+/// a token. No other slot may occur twice. With `rope.cos_sin` the first R channels of each key
+/// turn on the way, rounded as the op rope rounds them; k itself stays as it is.
+struct GqaAppendParams {
+  TensorView k;                           ///< [T, Hk, Dk] compute dtype.
+  TensorView v;                           ///< [T, Hk, Dv] dtype of k.
+  TensorView slot_mapping;                ///< [T] i32 or i64.
+  const PagedKvCache* k_cache = nullptr;  ///< Rows of Hk * Dk, head by head.
+  const PagedKvCache* v_cache = nullptr;  ///< Rows of Hk * Dv; as many slots as k_cache.
+  RopeAngles rope;                        ///< Optional.
+};
+void gqa_append(const OpContext& ctx, const GqaAppendParams& params);
 
 /// Block ids of each request, host memory. Entries are read only where a request's length needs
 /// them.
@@ -78,8 +109,17 @@ struct KvGatherParams {
 };
 void kv_gather(const OpContext& ctx, const KvGatherParams& params);
 
+/// Keys and values of all heads in blocks, under one block table.
+struct PagedKv {
+  const PagedKvCache* k_cache = nullptr;  ///< Rows of Hk * Dk, any compute dtype.
+  const PagedKvCache* v_cache = nullptr;  ///< Rows of Hk * Dv; blocks as in k_cache.
+  BlockTableView block_table;             ///< Rows of the schedule's requests are read.
+  std::int64_t num_kv_heads = 0;          ///< Hk
+};
+
 /// Ragged attention of N query heads over Hk key heads (N a multiple of Hk), K and V of different
-/// widths. A query row without keys gives out 0, lse -inf.
+/// widths. Keys and values are either k (with or without k_pe) and v, or those of `paged`. A query
+/// row without keys gives out 0, lse -inf.
 struct AttentionPrefillParams {
   TensorView q;     ///< [Tq, N, Dk] compute dtype.
   TensorView k;     ///< [Tk, Hk, Dk - R] dtype of q.
@@ -90,6 +130,8 @@ struct AttentionPrefillParams {
   const PrefillSchedule* schedule = nullptr;
   AttentionVariant variant;
   float sm_scale = 0.f;
+  PagedKv paged;     ///< Instead of k and v.
+  TensorView sinks;  ///< Optional [N] f32: raw logits that join the denominator, not the lse.
 };
 void attention_prefill(const OpContext& ctx, const AttentionPrefillParams& params);
 std::int64_t workspace_bytes(const OpContext& ctx, const AttentionPrefillParams& params);
@@ -111,6 +153,7 @@ struct MlaDecodeParams {
   const DecodeSchedule* schedule = nullptr;
   AttentionVariant variant;
   float sm_scale = 0.f;
+  TensorView sinks;  ///< Optional [N] f32: raw logits that join the denominator, not the lse.
 };
 void mla_decode(const OpContext& ctx, const MlaDecodeParams& params);
 std::int64_t workspace_bytes(const OpContext& ctx, const MlaDecodeParams& params);
@@ -119,6 +162,26 @@ std::int64_t workspace_bytes(const OpContext& ctx, const MlaDecodeParams& params
 void mla_decode_once(const OpContext& ctx, const MlaDecodeParams& params,
                      std::span<const std::int32_t> query_start_loc,
                      std::span<const std::int32_t> seq_lens);
+
+/// Paged attention of N query heads over Hk key heads, split over keys: query head n reads key head
+/// n / (N / Hk). Query tokens, any number per request, stand at the end of their sequence.
+struct AttentionDecodeParams {
+  TensorView q;    ///< [T, N, Dk] compute dtype.
+  PagedKv kv;      ///< Rows of the block table are those of schedule->seq_lens.
+  TensorView out;  ///< [T, N, Dv] dtype of q or f32.
+  TensorView lse;  ///< Optional [N, T] f32, natural log.
+  const DecodeSchedule* schedule = nullptr;
+  AttentionVariant variant;
+  float sm_scale = 0.f;
+  TensorView sinks;  ///< Optional [N] f32: raw logits that join the denominator, not the lse.
+};
+void attention_decode(const OpContext& ctx, const AttentionDecodeParams& params);
+std::int64_t workspace_bytes(const OpContext& ctx, const AttentionDecodeParams& params);
+/// Plans, finds scratch and runs in one call, which allocates; params.schedule is not read. For
+/// steps of many layers plan once and pass the schedule.
+void attention_decode_once(const OpContext& ctx, const AttentionDecodeParams& params,
+                           std::span<const std::int32_t> query_start_loc,
+                           std::span<const std::int32_t> seq_lens);
 
 /// A partial attention result.
 struct AttentionState {
@@ -133,6 +196,8 @@ struct MergeStateParams {
   AttentionState prefix;
   AttentionState suffix;
   AttentionState result;  ///< lse optional.
+  /// Optional [N] f32, at the last merge only: raw logits that join the denominator, not the lse.
+  TensorView sinks;
 };
 void merge_state(const OpContext& ctx, const MergeStateParams& params);
 

@@ -121,10 +121,14 @@ struct PrefillTile {
 };
 
 /// One ragged attention call: request i owns query rows [cu_seqlens_q[i], cu_seqlens_q[i + 1]) and
-/// key rows [cu_seqlens_k[i], cu_seqlens_k[i + 1]).
+/// key rows [cu_seqlens_k[i], cu_seqlens_k[i + 1]); with paged keys the first so many of its rows.
 struct PrefillSchedule {
   std::vector<std::int32_t> cu_seqlens_q;
   std::vector<std::int32_t> cu_seqlens_k;
+  /// [requests] Position in the sequence of each request's first query and first key. Both empty:
+  /// keys start at 0, and the last query stands at the last key.
+  std::vector<std::int32_t> first_query;
+  std::vector<std::int32_t> first_key;
   std::int32_t max_query_len = 0;
   std::int32_t max_seq_len = 0;
   std::vector<PrefillTile> tiles;  ///< Longest first, so that dynamic scheduling ends even.
@@ -176,10 +180,12 @@ struct ContextSpan {
 enum class ContextPlanKind {
   packed,  ///< Fills each chunk with whole contexts and splits only the last.
   equal,   ///< Every prefill gets the same share of every chunk.
+  paged,   ///< No chunks: attention reads context and new tokens from their blocks.
 };
 
 struct ContextPlanInput {
   ContextPlanKind kind = ContextPlanKind::packed;
+  AttentionVariant variant;
   std::vector<std::int32_t> context_lens;     ///< [prefills]
   std::vector<std::int32_t> query_start_loc;  ///< [prefills + 1], from 0.
   std::int64_t workspace_rows = 0;
@@ -191,13 +197,16 @@ struct ContextPlanInput {
 };
 
 /// The spans of each chunk; needs neither query_start_loc nor query_tile.
-/// Packed: the spans of a request are disjoint, in order and cover its context; none is empty; only
-/// the first span of a chunk starts above 0 and only the last ends early, at a multiple of the
-/// alignment; a chunk's requests are consecutive and have context; its rows fit.
+/// Packed: the spans of a request are disjoint, in order and cover its context from the multiple of
+/// the alignment before the first key that its queries see; none is empty; only the first span of a
+/// chunk starts later and only the last ends early, at a multiple of the alignment; a chunk's
+/// requests are consecutive and see context; its rows fit.
 /// Equal: chunk i holds for every request what its context has in [i * share, (i + 1) * share),
 /// which may be nothing; share is a multiple of the alignment.
+/// Paged: nothing.
 /// Throws Error(invalid_argument) when the workspace is too small for one aligned piece, of every
-/// request with context in the equal plan; Error(unsupported) on an equal plan with `parallel`.
+/// request with context in the equal plan; Error(unsupported) on another plan than the packed one
+/// with `parallel`.
 std::vector<std::vector<ContextSpan>> plan_context_spans(const ContextPlanInput& input);
 
 /// Chunks with everything that gather, expansion, attention and merge need. Empty without context.
@@ -216,11 +225,13 @@ struct WorkItem {
 };
 
 /// Decode work, cut so that every worker has the same amount of keys x query rows. Item ranges of a
-/// request are disjoint, in order, and cover its keys; requests without keys have one empty item,
-/// requests without query rows none. Items are in order of requests, then of keys.
+/// request are disjoint, in order, and cover its keys from the tile that holds the first visible
+/// one on; requests without keys have one empty item, requests without query rows none. Items are
+/// in order of requests, then of keys.
 struct DecodeSchedule {
   std::vector<std::int32_t> query_start_loc;  ///< [decodes + 1]
   std::vector<std::int32_t> seq_lens;         ///< [decodes] keys, the query tokens' own included.
+  std::vector<std::uint64_t> draft_tree;      ///< Of SequenceBatch, the decodes' part.
   std::vector<WorkItem> items;
   std::vector<std::int32_t> worker_begin;   ///< [workers + 1] into items; a worker may have none.
   std::vector<std::int32_t> partial_begin;  ///< [decodes + 1] partials of each request.
@@ -237,14 +248,24 @@ struct PlanTarget {
   bool non_causal_decode = true;  ///< The decode kernel takes non-causal query blocks.
 };
 
-/// Takes any lengths, also fewer keys than query tokens and no keys at all.
+/// Takes any lengths, also fewer keys than query tokens and no keys at all. `variant` says which
+/// keys are left out: those before every query's window or chunk. `draft_tree` as in SequenceBatch.
 DecodeSchedule schedule_decode(std::span<const std::int32_t> query_start_loc,
-                               std::span<const std::int32_t> seq_lens, const PlanTarget& target);
+                               std::span<const std::int32_t> seq_lens, const PlanTarget& target,
+                               const AttentionVariant& variant = {},
+                               std::span<const std::uint64_t> draft_tree = {});
+
+/// PrefillSchedule's fields of these names.
+struct PrefillPositions {
+  std::vector<std::int32_t> first_query;
+  std::vector<std::int32_t> first_key;
+};
 
 /// `variant` weighs the tiles: under a causal mask the last rows of a request see the most.
 PrefillSchedule schedule_prefill(std::span<const std::int32_t> cu_seqlens_q,
                                  std::span<const std::int32_t> cu_seqlens_k,
-                                 std::int64_t query_tile, const AttentionVariant& variant = {});
+                                 std::int64_t query_tile, const AttentionVariant& variant = {},
+                                 PrefillPositions positions = {});
 
 // ---------------------------------------------------------------- the whole step
 
@@ -256,6 +277,11 @@ struct SequenceBatch {
   std::vector<std::int32_t> seq_lens;
   /// [requests], optional: the request still reads its prompt.
   std::vector<std::uint8_t> is_prefilling;
+  /// [query tokens], optional: the query tokens of each decode form a tree of drafts. Bit j of a
+  /// token's entry: it sees the request's query token j. It sees itself and its ancestors, all of
+  /// which come before it, and its position is the context length plus their number. Causal
+  /// variants only; at most 64 query tokens per request. A chain has entries 1, 3, 7, ...
+  std::vector<std::uint64_t> draft_tree;
   std::int32_t num_reqs() const { return static_cast<std::int32_t>(seq_lens.size()); }
 };
 
@@ -263,7 +289,7 @@ struct PlanOptions {
   SplitPolicy split;
   AttentionVariant variant;  ///< Non-causal: decodes in uniform blocks only.
   ContextPlanKind context_plan = ContextPlanKind::packed;
-  std::int64_t workspace_rows = 64 * 1024;
+  std::int64_t workspace_rows = 64 * 1024;  ///< Not read with ContextPlanKind::paged.
   std::int64_t block_size = 16;
   bool align_chunk_to_block = true;
   std::optional<ContextParallel> parallel;  ///< Of the context chunks; all lengths stay global.
@@ -277,11 +303,14 @@ struct BatchPlan {
   std::int32_t max_query_len = 0;
   std::int32_t max_seq_len = 0;
   DecodeSchedule decode;  ///< The first split.num_decodes requests.
-  PrefillSchedule
-      prefill;  ///< New tokens among themselves; requests and rows from the first prefill.
+  /// New tokens among themselves; with ContextPlanKind::paged against all keys of their sequence.
+  /// Requests and rows count from the first prefill.
+  PrefillSchedule prefill;
+  /// Context is read from the blocks: ContextPlanKind::paged.
+  bool paged_context = false;
   std::vector<std::int32_t> context_lens;  ///< [prefills]; 0 without query tokens.
   std::vector<ContextChunk> chunks;
-  /// Query token ranges of prefills without context, whose context partial is (0, -inf). Empty
+  /// Query token ranges of prefills that see no context, whose context partial is (0, -inf). Empty
   /// without chunks.
   std::vector<IndexRange> empty_token_slices;
   /// The most context rows that one chunk gathers: what the step uses of the workspace.

@@ -1,5 +1,9 @@
+#include <limits>
+
 #include "ops/checks.h"
 #include "ops/dispatch.h"
+#include "ops/paged_kv.h"
+#include "plan/extents.h"
 
 namespace fovea {
 namespace {
@@ -14,12 +18,22 @@ void validate_schedule(const AttentionPrefillParams& p) {
   const PrefillSchedule& schedule = *p.schedule;
   check_offsets({kName, "schedule->cu_seqlens_q"}, schedule.cu_seqlens_q, p.q.shape[0],
                 "the rows of q");
-  check_offsets({kName, "schedule->cu_seqlens_k"}, schedule.cu_seqlens_k, p.k.shape[0],
-                "the rows of k");
+  // Paged keys have no rows of their own: the block table is checked instead.
+  const bool paged = p.paged.k_cache != nullptr;
+  check_offsets({kName, "schedule->cu_seqlens_k"}, schedule.cu_seqlens_k,
+                paged ? std::numeric_limits<std::int32_t>::max() : p.k.shape[0],
+                paged ? "2^31 - 1" : "the rows of k");
   FOVEA_CHECK(schedule.cu_seqlens_q.size() == schedule.cu_seqlens_k.size(), invalid_argument,
               "{}: schedule->cu_seqlens_q has {} entries; it must have as many as cu_seqlens_k, {}",
               kName, schedule.cu_seqlens_q.size(), schedule.cu_seqlens_k.size());
-  for (std::size_t i = 0; i + 1 < schedule.cu_seqlens_q.size(); ++i) {
+  const std::size_t num_requests = schedule.cu_seqlens_q.size() - 1;
+  FOVEA_CHECK(schedule.first_query.size() == schedule.first_key.size() &&
+                  (schedule.first_query.empty() || schedule.first_query.size() == num_requests),
+              invalid_argument,
+              "{}: schedule has {} first_query and {} first_key; it must have one of each of {} "
+              "requests, or none",
+              kName, schedule.first_query.size(), schedule.first_key.size(), num_requests);
+  for (std::size_t i = 0; i < num_requests; ++i) {
     const std::int32_t query_len = schedule.cu_seqlens_q[i + 1] - schedule.cu_seqlens_q[i];
     const std::int32_t seq_len = schedule.cu_seqlens_k[i + 1] - schedule.cu_seqlens_k[i];
     FOVEA_CHECK(query_len <= schedule.max_query_len && seq_len <= schedule.max_seq_len,
@@ -47,12 +61,8 @@ void validate_schedule(const AttentionPrefillParams& p) {
               rows, schedule.cu_seqlens_q.back());
 }
 
-/// What workspace_bytes needs: everything but the data.
-void validate_shapes(const AttentionPrefillParams& p) {
-  const Argument q{kName, "q"}, k{kName, "k"}, k_pe{kName, "k_pe"}, v{kName, "v"};
-  const Argument out{kName, "out"}, lse{kName, "lse"};
-  check_view(q, p.q, {{"Tq"}, {"N"}, {"Dk"}});
-  check_compute_dtype(q, p.q);
+void validate_contiguous_kv(const AttentionPrefillParams& p) {
+  const Argument k{kName, "k"}, k_pe{kName, "k_pe"}, v{kName, "v"};
   check_view(k, p.k, {{"Tk"}, {"Hk"}, {p.k_pe ? "Dk - R" : "Dk"}});
   const std::int64_t rope_dim = p.k_pe && p.k_pe.ndim == 2 ? p.k_pe.shape[1] : 0;
   const std::int64_t heads = p.q.shape[1];
@@ -68,21 +78,52 @@ void validate_shapes(const AttentionPrefillParams& p) {
   }
   check_view(v, p.v, {{"Tk", p.k.shape[0]}, {"Hk", kv_heads}, {"Dv"}});
   check_dtype(v, p.v, p.q.dtype);
-  check_view(out, p.out, {{"Tq", p.q.shape[0]}, {"N", heads}, {"Dv", p.v.shape[2]}});
+}
+
+/// What workspace_bytes needs: everything but the data.
+void validate_shapes(const AttentionPrefillParams& p) {
+  const Argument q{kName, "q"}, out{kName, "out"}, lse{kName, "lse"};
+  check_view(q, p.q, {{"Tq"}, {"N"}, {"Dk"}});
+  check_compute_dtype(q, p.q);
+  const std::int64_t heads = p.q.shape[1];
+  if (p.paged.k_cache != nullptr) {
+    FOVEA_CHECK(p.k.ndim == 0 && p.k_pe.ndim == 0 && p.v.ndim == 0, invalid_argument,
+                "{}: k is {}, k_pe {}, v {} beside paged keys and values; they must be absent",
+                kName, to_string(p.k), to_string(p.k_pe), to_string(p.v));
+    check_view(out, p.out, {{"Tq", p.q.shape[0]}, {"N", heads}, {"Dv"}});
+    check_paged_kv(kName, p.paged, p.q, p.out);
+  } else {
+    validate_contiguous_kv(p);
+    check_view(out, p.out, {{"Tq", p.q.shape[0]}, {"N", heads}, {"Dv", p.v.shape[2]}});
+  }
   check_dtype_or_f32(out, p.out, p.q.dtype);
   if (p.lse) {
     check_view(lse, p.lse, {{"N", heads}, {"Tq", p.q.shape[0]}});
     check_dtype(lse, p.lse, DType::f32);
   }
   check_sm_scale(kName, p.sm_scale);
+  check_variant(kName, p.variant);
+  if (p.sinks) check_sinks({kName, "sinks"}, p.sinks, heads);
   validate_schedule(p);
+}
+
+void validate_blocks(const AttentionPrefillParams& p) {
+  const PrefillSchedule& schedule = *p.schedule;
+  const std::int64_t requests = std::ssize(schedule.cu_seqlens_q) - 1;
+  check_block_table(kName, p.paged.block_table, requests);
+  for (std::int32_t r = 0; r < requests; ++r) {
+    const SequenceExtent extent = extent_of(schedule, r);
+    if (extent.num_queries == 0) continue;
+    const KeyInterval keys = visible_to_any(p.variant, {0, extent.num_queries}, extent);
+    check_block_row(kName, p.paged.block_table, *p.paged.k_cache, r, keys.begin, keys.end);
+  }
 }
 
 void validate_data(const AttentionPrefillParams& p) {
   const struct {
     const char* name;
     const TensorView& view;
-  } inputs[] = {{"q", p.q}, {"k", p.k}, {"k_pe", p.k_pe}, {"v", p.v}};
+  } inputs[] = {{"q", p.q}, {"k", p.k}, {"k_pe", p.k_pe}, {"v", p.v}, {"sinks", p.sinks}};
   const Argument out{kName, "out"}, lse{kName, "lse"};
   check_output(out, p.out);
   if (p.lse) check_output(lse, p.lse);
@@ -93,6 +134,10 @@ void validate_data(const AttentionPrefillParams& p) {
     check_disjoint(lse, p.lse, name, view);
   }
   check_disjoint(lse, p.lse, "out", p.out);
+  if (p.paged.k_cache == nullptr) return;
+  check_outside_caches(out, p.out, p.paged);
+  check_outside_caches(lse, p.lse, p.paged);
+  validate_blocks(p);
 }
 
 }  // namespace

@@ -31,8 +31,10 @@ struct Backend {
   std::span<const Implementation<RmsNormParams>> rms_norm;
   std::span<const Implementation<RopeParams>> rope;
   std::span<const Implementation<KvAppendParams>> kv_append;
+  std::span<const Implementation<GqaAppendParams>> gqa_append;
   std::span<const Implementation<KvGatherParams>> kv_gather;
   std::span<const Implementation<AttentionPrefillParams>> attention_prefill;
+  std::span<const Implementation<AttentionDecodeParams>> attention_decode;
   std::span<const Implementation<MlaDecodeParams>> mla_decode;
   std::span<const Implementation<MergeStateParams>> merge_state;
 };

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/check.h"
+#include "ops/index_view.h"
 #include "ops/overlap.h"
 
 namespace fovea {
@@ -116,6 +117,21 @@ void check_sm_scale(const char* op, float sm_scale) {
               "{}: sm_scale is {}; it must be positive and finite, as (P + R)^-0.5", op, sm_scale);
 }
 
+void check_variant(const char* op, const AttentionVariant& variant) {
+  FOVEA_CHECK(variant.attention_chunk >= 0 && (variant.attention_chunk == 0 || variant.causal),
+              invalid_argument,
+              "{}: variant.attention_chunk is {} of a {} variant; it must be at least 0, and 0 "
+              "without causal",
+              op, variant.attention_chunk, variant.causal ? "causal" : "non-causal");
+  FOVEA_CHECK(variant.soft_cap >= 0.f && std::isfinite(variant.soft_cap), invalid_argument,
+              "{}: variant.soft_cap is {}; it must be finite and at least 0", op, variant.soft_cap);
+}
+
+void check_sinks(const Argument& argument, const TensorView& sinks, std::int64_t num_heads) {
+  check_view(argument, sinks, {{"N", num_heads}});
+  check_dtype(argument, sinks, DType::f32);
+}
+
 void check_output(const Argument& argument, const TensorView& view) {
   check_data(argument, view);
   FOVEA_CHECK(!overlaps_itself(view), invalid_argument,
@@ -131,15 +147,15 @@ void check_disjoint(const Argument& a, const TensorView& view_a, const char* nam
 }
 
 void check_cache(const char* op, const PagedKvCache* cache, std::int64_t row_elements,
-                 const char* what) {
+                 const char* what, const char* name) {
   FOVEA_CHECK(cache != nullptr, invalid_argument,
-              "{}: cache is null; it must be a PagedKvCache with rows of {} elements", op,
+              "{}: {} is null; it must be a PagedKvCache with rows of {} elements", op, name,
               row_elements);
   FOVEA_CHECK(is_compute_dtype(cache->format().dtype), invalid_argument,
-              "{}: cache holds {}; its dtype must be f32, f16 or bf16", op,
+              "{}: {} holds {}; its dtype must be f32, f16 or bf16", op, name,
               name_of(cache->format().dtype));
   FOVEA_CHECK(cache->format().row_elements == row_elements, invalid_argument,
-              "{}: cache has rows of {} elements; they must be {} = {}", op,
+              "{}: {} has rows of {} elements; they must be {} = {}", op, name,
               cache->format().row_elements, what, row_elements);
 }
 
@@ -152,6 +168,15 @@ TensorView bytes_of_rows(const PagedKvCache& cache) {
   view.shape = {layout.num_blocks, layout.block_size, cache.format().row_bytes()};
   view.strides = {layout.block_stride, layout.row_stride, 1};
   return view;
+}
+
+void check_slots(const char* op, const TensorView& slot_mapping, std::int64_t num_slots) {
+  for (std::int64_t t = 0; t < slot_mapping.shape[0]; ++t) {
+    const std::int64_t slot = index_at(slot_mapping, t);
+    FOVEA_CHECK(slot >= -1 && slot < num_slots, invalid_argument,
+                "{}: slot_mapping[{}] is {}; it must be -1 (skip) or in [0, {})", op, t, slot,
+                num_slots);
+  }
 }
 
 void check_block_table(const char* op, const BlockTableView& table, std::int64_t requests) {

@@ -38,6 +38,11 @@ void check_unit_inner_stride(const Argument& argument, const TensorView& view);
 /// Finite and positive: a default-constructed 0 means that it was forgotten.
 void check_sm_scale(const char* op, float sm_scale);
 
+/// As check_variant of a plan: what the rules can hold.
+void check_variant(const char* op, const AttentionVariant& variant);
+/// [N] f32.
+void check_sinks(const Argument& argument, const TensorView& sinks, std::int64_t num_heads);
+
 /// An output: elements are there, and no two are the same memory.
 void check_output(const Argument& argument, const TensorView& view);
 /// No element of output `a` is memory of `b`.
@@ -47,9 +52,12 @@ void check_disjoint(const Argument& a, const TensorView& view_a, const char* nam
 /// Present, of a compute dtype, with rows of `row_elements`, whose value is the sum that `what`
 /// says.
 void check_cache(const char* op, const PagedKvCache* cache, std::int64_t row_elements,
-                 const char* what);
+                 const char* what, const char* name = "cache");
 /// The rows of a cache as a view of bytes.
 TensorView bytes_of_rows(const PagedKvCache& cache);
+
+/// Every slot is -1 or in [0, num_slots).
+void check_slots(const char* op, const TensorView& slot_mapping, std::int64_t num_slots);
 
 /// Request `request` reads its first `num_keys` rows: the table is wide enough and every block id
 /// that holds rows [first_key, num_keys) is a block of the cache.

@@ -18,9 +18,12 @@ struct Op {
 inline constexpr Op<RmsNormParams> kRmsNorm{"rms_norm", &Backend::rms_norm};
 inline constexpr Op<RopeParams> kRope{"rope", &Backend::rope};
 inline constexpr Op<KvAppendParams> kKvAppend{"kv_append", &Backend::kv_append};
+inline constexpr Op<GqaAppendParams> kGqaAppend{"gqa_append", &Backend::gqa_append};
 inline constexpr Op<KvGatherParams> kKvGather{"kv_gather", &Backend::kv_gather};
 inline constexpr Op<AttentionPrefillParams> kAttentionPrefill{"attention_prefill",
                                                               &Backend::attention_prefill};
+inline constexpr Op<AttentionDecodeParams> kAttentionDecode{"attention_decode",
+                                                            &Backend::attention_decode};
 inline constexpr Op<MlaDecodeParams> kMlaDecode{"mla_decode", &Backend::mla_decode};
 inline constexpr Op<MergeStateParams> kMergeState{"merge_state", &Backend::merge_state};
 

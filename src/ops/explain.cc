@@ -25,9 +25,9 @@ void explain(const OpContext& ctx, const Op<Params>& op, const Params& params,
   }
 }
 
-// Dims of DeepSeek-V2-Lite, the smallest of its family.
-constexpr std::int64_t kTokens = 1, kHeads = 16, kLatent = 512, kRopeDim = 64, kNope = 128,
-                       kValue = 128;
+// Dims of DeepSeek-V2-Lite, the smallest of its family; with grouped queries, heads of 128 too.
+constexpr std::int64_t kTokens = 1, kHeads = 16, kKvHeads = 2, kLatent = 512, kRopeDim = 64,
+                       kNope = 128, kValue = 128;
 
 }  // namespace
 
@@ -47,8 +47,12 @@ std::vector<ImplementationChoice> explain_implementations(const OpContext& ctx, 
   const Tensor cos_sin = Tensor::zeros(DType::f32, {1, kRopeDim});
   const Tensor index = Tensor::zeros(DType::i32, {kTokens});
   const Tensor gathered = make({kTokens, kLatent + kRopeDim});
-  const PagedKvCache cache =
-      PagedKvCache::allocate({dtype, kLatent + kRopeDim}, {.num_blocks = 1, .block_size = 16});
+  const Tensor keys = make({kTokens, kKvHeads, kNope}), values = make({kTokens, kKvHeads, kValue});
+  const Tensor queries = make({kTokens, kHeads, kNope});
+  const KvCacheLayout layout{.num_blocks = 1, .block_size = 16};
+  const PagedKvCache k_cache = PagedKvCache::allocate({dtype, kKvHeads * kNope}, layout);
+  const PagedKvCache v_cache = PagedKvCache::allocate({dtype, kKvHeads * kValue}, layout);
+  const PagedKvCache cache = PagedKvCache::allocate({dtype, kLatent + kRopeDim}, layout);
   const std::array<std::int32_t, 1> block{0}, start{0}, seq_len{1};
   const BlockTableView table{block.data(), 1, 1, 1};
   const std::array<std::int32_t, 2> offsets{0, 1};
@@ -57,13 +61,17 @@ std::vector<ImplementationChoice> explain_implementations(const OpContext& ctx, 
 
   std::vector<ImplementationChoice> choices;
   explain(ctx, kRmsNorm, {x, weight, x}, choices);
-  explain(ctx, kRope, {q_pe, index, cos_sin, RopePairing::interleaved}, choices);
+  explain(ctx, kRope, {q_pe, {index, cos_sin, RopePairing::interleaved, {}}}, choices);
   explain(ctx, kKvAppend, {x, k_pe, index, &cache}, choices);
+  explain(ctx, kGqaAppend, {keys, values, index, &k_cache, &v_cache, {}}, choices);
   explain(ctx, kKvGather, {&cache, table, start, seq_len, gathered}, choices);
-  explain(ctx, kAttentionPrefill, {q, k, k_pe, v, out, lse, &prefill, {}, 1.f}, choices);
-  explain(ctx, kMlaDecode, {q_latent, q_pe, &cache, table, out_latent, lse, &decode, {}, 1.f},
+  explain(ctx, kAttentionPrefill, {q, k, k_pe, v, out, lse, &prefill, {}, 1.f, {}, {}}, choices);
+  explain(ctx, kAttentionDecode,
+          {queries, {&k_cache, &v_cache, table, kKvHeads}, out, lse, &decode, {}, 1.f, {}},
           choices);
-  explain(ctx, kMergeState, {{out, lse}, {out, lse}, {out, lse}}, choices);
+  explain(ctx, kMlaDecode, {q_latent, q_pe, &cache, table, out_latent, lse, &decode, {}, 1.f, {}},
+          choices);
+  explain(ctx, kMergeState, {{out, lse}, {out, lse}, {out, lse}, {}}, choices);
   return choices;
 }
 

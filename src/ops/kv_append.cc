@@ -1,6 +1,5 @@
 #include "ops/checks.h"
 #include "ops/dispatch.h"
-#include "ops/index_view.h"
 
 namespace fovea {
 namespace {
@@ -24,12 +23,7 @@ void validate(const KvAppendParams& p) {
   check_disjoint({op, "cache"}, rows, "kv_c", p.kv_c);
   check_disjoint({op, "cache"}, rows, "k_pe", p.k_pe);
   check_disjoint({op, "cache"}, rows, "slot_mapping", p.slot_mapping);
-  for (std::int64_t t = 0; t < tokens; ++t) {
-    const std::int64_t slot = index_at(p.slot_mapping, t);
-    FOVEA_CHECK(slot >= -1 && slot < p.cache->num_slots(), invalid_argument,
-                "{}: slot_mapping[{}] is {}; it must be -1 (skip) or in [0, {})", op, t, slot,
-                p.cache->num_slots());
-  }
+  check_slots(op, p.slot_mapping, p.cache->num_slots());
 }
 
 }  // namespace

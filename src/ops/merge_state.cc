@@ -55,6 +55,12 @@ void validate(const MergeStateParams& p) {
   validate_alias(p.result, kPrefix, p.prefix);
   validate_alias(p.result, kSuffix, p.suffix);
   check_disjoint(lse, p.result.lse, kResult.out, p.result.out);
+  if (!p.sinks) return;
+  const Argument sinks{kName, "sinks"};
+  check_sinks(sinks, p.sinks, p.prefix.out.shape[1]);
+  check_data(sinks, p.sinks);
+  check_disjoint(out, p.result.out, "sinks", p.sinks);
+  check_disjoint(lse, p.result.lse, "sinks", p.sinks);
 }
 
 }  // namespace

@@ -1,81 +1,11 @@
 #include "ops/checks.h"
+#include "ops/decode_schedule.h"
 #include "ops/dispatch.h"
 
 namespace fovea {
 namespace {
 
 const char* const kName = kMlaDecode.name;
-
-/// Each item is a range of its request's keys, with a partial of that request where there are
-/// several; together they have every key of the requests that have query tokens.
-void validate_items(const DecodeSchedule& schedule) {
-  const auto requests = static_cast<std::int64_t>(schedule.seq_lens.size());
-  std::int64_t keys = 0;
-  for (const WorkItem& item : schedule.items) {
-    const bool in_range = item.request >= 0 && item.request < requests;
-    const auto r = static_cast<std::size_t>(in_range ? item.request : 0);
-    FOVEA_CHECK(in_range && item.kv_begin >= 0 && item.kv_begin <= item.kv_end &&
-                    item.kv_end <= schedule.seq_lens[r],
-                invalid_argument,
-                "{}: schedule item has keys [{}, {}) of request {}; they must be keys of one of {} "
-                "requests",
-                kName, item.kv_begin, item.kv_end, item.request, requests);
-    const std::int32_t begin = schedule.partial_begin[r];
-    const std::int32_t end = schedule.partial_begin[r + 1];
-    FOVEA_CHECK(begin == end ? item.partial == -1 : item.partial >= begin && item.partial < end,
-                invalid_argument,
-                "{}: schedule item of request {} has partial {}; it must be -1 or in [{}, {})",
-                kName, item.request, item.partial, begin, end);
-    keys += item.kv_end - item.kv_begin;
-  }
-  std::int64_t expected_keys = 0;
-  std::int64_t expected_items = schedule.num_partials();
-  for (std::size_t r = 0; r < schedule.seq_lens.size(); ++r) {
-    if (schedule.query_start_loc[r] == schedule.query_start_loc[r + 1]) continue;
-    expected_keys += schedule.seq_lens[r];
-    expected_items += schedule.partial_begin[r] == schedule.partial_begin[r + 1] ? 1 : 0;
-  }
-  FOVEA_CHECK(
-      keys == expected_keys && static_cast<std::int64_t>(schedule.items.size()) == expected_items,
-      invalid_argument,
-      "{}: schedule has {} items with {} keys; it must have {} items with {} keys", kName,
-      schedule.items.size(), keys, expected_items, expected_keys);
-}
-
-void validate_schedule(const MlaDecodeParams& p) {
-  FOVEA_CHECK(p.schedule != nullptr, invalid_argument,
-              "{}: schedule is null; it must come from schedule_decode (mla_decode_once plans for "
-              "you)",
-              kName);
-  const DecodeSchedule& schedule = *p.schedule;
-  check_offsets({kName, "schedule->query_start_loc"}, schedule.query_start_loc, p.q_latent.shape[0],
-                "the rows of q_latent");
-  FOVEA_CHECK(
-      schedule.query_start_loc.size() == schedule.seq_lens.size() + 1, invalid_argument,
-      "{}: schedule->query_start_loc has {} entries; it must have one more than seq_lens, {}",
-      kName, schedule.query_start_loc.size(), schedule.seq_lens.size());
-  for (std::size_t r = 0; r < schedule.seq_lens.size(); ++r) {
-    FOVEA_CHECK(schedule.seq_lens[r] >= 0, invalid_argument,
-                "{}: schedule->seq_lens[{}] is {}; it must not be negative", kName, r,
-                schedule.seq_lens[r]);
-    const std::int32_t query_len = schedule.query_start_loc[r + 1] - schedule.query_start_loc[r];
-    FOVEA_CHECK(query_len <= schedule.max_query_len, invalid_argument,
-                "{}: schedule request {} has {} query tokens; max_query_len = {} must cover them",
-                kName, r, query_len, schedule.max_query_len);
-  }
-  check_offsets({kName, "schedule->partial_begin"}, schedule.partial_begin,
-                static_cast<std::int64_t>(schedule.items.size()), "the number of items");
-  FOVEA_CHECK(schedule.partial_begin.size() == schedule.seq_lens.size() + 1, invalid_argument,
-              "{}: schedule->partial_begin has {} entries; it must have one more than seq_lens, {}",
-              kName, schedule.partial_begin.size(), schedule.seq_lens.size());
-  check_offsets({kName, "schedule->worker_begin"}, schedule.worker_begin,
-                static_cast<std::int64_t>(schedule.items.size()), "the number of items");
-  FOVEA_CHECK(schedule.worker_begin.back() == static_cast<std::int64_t>(schedule.items.size()),
-              invalid_argument,
-              "{}: schedule->worker_begin ends at {}; it must end at the number of items, {}",
-              kName, schedule.worker_begin.back(), schedule.items.size());
-  validate_items(schedule);
-}
 
 /// What workspace_bytes needs: everything but the data.
 void validate_shapes(const MlaDecodeParams& p) {
@@ -98,7 +28,8 @@ void validate_shapes(const MlaDecodeParams& p) {
     check_dtype(lse, p.lse, DType::f32);
   }
   check_sm_scale(kName, p.sm_scale);
-  validate_schedule(p);
+  if (p.sinks) check_sinks({kName, "sinks"}, p.sinks, heads);
+  check_decode_schedule(kName, p.schedule, p.variant, {kName, "the rows of q_latent"}, tokens);
 }
 
 void validate_data(const MlaDecodeParams& p) {
@@ -116,13 +47,12 @@ void validate_data(const MlaDecodeParams& p) {
   check_disjoint(lse, p.lse, "cache", rows);
   check_disjoint(lse, p.lse, "out", p.out);
 
-  const DecodeSchedule& schedule = *p.schedule;
-  check_block_table(kName, p.block_table, static_cast<std::int64_t>(schedule.seq_lens.size()));
-  for (std::size_t r = 0; r < schedule.seq_lens.size(); ++r) {
-    if (schedule.query_start_loc[r] == schedule.query_start_loc[r + 1]) continue;
-    check_block_row(kName, p.block_table, *p.cache, static_cast<std::int64_t>(r), 0,
-                    schedule.seq_lens[r]);
+  if (p.sinks) {
+    check_data({kName, "sinks"}, p.sinks);
+    check_disjoint(out, p.out, "sinks", p.sinks);
+    check_disjoint(lse, p.lse, "sinks", p.sinks);
   }
+  check_decode_blocks(kName, *p.schedule, p.variant, p.block_table, *p.cache);
 }
 
 }  // namespace
@@ -143,7 +73,8 @@ void mla_decode(const OpContext& ctx, const MlaDecodeParams& params) {
 void mla_decode_once(const OpContext& ctx, const MlaDecodeParams& params,
                      std::span<const std::int32_t> query_start_loc,
                      std::span<const std::int32_t> seq_lens) {
-  const DecodeSchedule schedule = schedule_decode(query_start_loc, seq_lens, ctx.plan_target);
+  const DecodeSchedule schedule =
+      schedule_decode(query_start_loc, seq_lens, ctx.plan_target, params.variant);
   MlaDecodeParams planned = params;
   planned.schedule = &schedule;
   Workspace workspace;

@@ -1,6 +1,7 @@
 // What gather, expansion, attention and merge of each context chunk need.
 #include <algorithm>
 #include <span>
+#include <utility>
 
 #include "core/check.h"
 #include "fovea/plan.h"
@@ -70,7 +71,7 @@ ContextChunk make_chunk(const ContextPlanInput& input, Spans spans, std::size_t 
   chunk.requests = {spans.front().request, spans.back().request + 1};
   chunk.tokens = {offsets.front(), offsets.back()};
   chunk.continuation_token_end = offsets[1];
-  chunk.is_continuation = spans.front().start > 0;
+  chunk.is_continuation = spans.front().start > context_begin(input, first);
   chunk.merge_end = find_merge_end(chunk, input.kind);
   chunk.starts.reserve(spans.size());
   chunk.seq_lens.reserve(spans.size());
@@ -82,9 +83,14 @@ ContextChunk make_chunk(const ContextPlanInput& input, Spans spans, std::size_t 
   cu_seqlens_q.reserve(offsets.size());
   for (const std::int32_t offset : offsets) cu_seqlens_q.push_back(offset - offsets.front());
   const std::vector<std::int32_t> cu_seqlens_k = cumulate(chunk.seq_lens);
-  // Context lies before every query token: no mask.
-  chunk.schedule = schedule_prefill(cu_seqlens_q, cu_seqlens_k, input.query_tile,
-                                    AttentionVariant{.causal = false});
+  // Queries stand behind the whole context, however little of it the chunk has.
+  PrefillPositions positions;
+  for (const ContextSpan& span : spans) {
+    positions.first_query.push_back(input.context_lens[static_cast<std::size_t>(span.request)]);
+    positions.first_key.push_back(span.start);
+  }
+  chunk.schedule = schedule_prefill(cu_seqlens_q, cu_seqlens_k, input.query_tile, input.variant,
+                                    std::move(positions));
   chunk.num_context_tokens = cu_seqlens_k.back();
   if (input.token_to_seq) {
     chunk.token_to_seq = repeat_indices(chunk.seq_lens, chunk.num_context_tokens);

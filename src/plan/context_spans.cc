@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 
 #include "core/check.h"
 #include "plan/lengths.h"
@@ -20,19 +19,12 @@ void check_input(const ContextPlanInput& input) {
   check_range("block_size", input.block_size, 1, kMaxCapacity);
   if (!input.parallel) return;
   FOVEA_CHECK(input.kind == ContextPlanKind::packed, unsupported,
-              "parallel is given with the equal context plan, must be used with the packed one");
+              "parallel is given with the {} context plan, must be used with the packed one",
+              input.kind == ContextPlanKind::equal ? "equal" : "paged");
   check_range("parallel.ranks", input.parallel->ranks, 1, kMaxCapacity);
   check_range("parallel.interleave", input.parallel->interleave, 1,
               kMaxCapacity / input.parallel->ranks);
   check_range("parallel.rank", input.parallel->rank, 0, input.parallel->ranks - 1);
-}
-
-/// Splits fall on multiples of it: on whole blocks, and under context parallelism on whole turns,
-/// so that every rank's share starts at a whole turn too.
-std::int64_t split_alignment(const ContextPlanInput& input) {
-  const std::int64_t alignment = input.align_chunk_to_block ? input.block_size : 1;
-  if (!input.parallel) return alignment;
-  return std::lcm(alignment, std::int64_t{input.parallel->ranks} * input.parallel->interleave);
 }
 
 std::int64_t round_down(std::int64_t value, std::int64_t alignment) {
@@ -51,9 +43,10 @@ class Packer {
   std::vector<std::vector<ContextSpan>> pack() {
     const auto num_requests = static_cast<std::int32_t>(input_.context_lens.size());
     std::vector<std::vector<ContextSpan>> chunks;
+    start_request(0);
     while (request_ < num_requests) {
-      if (context_len() == 0) {
-        ++request_;
+      if (!has_context()) {
+        start_request(request_ + 1);
       } else {
         chunks.push_back(next_chunk(num_requests));
       }
@@ -62,6 +55,12 @@ class Packer {
   }
 
  private:
+  void start_request(std::int32_t request) {
+    request_ = request;
+    if (request == std::ssize(input_.context_lens)) return;
+    start_ = context_begin(input_, static_cast<std::size_t>(request));
+  }
+  bool has_context() const { return start_ < context_len(); }
   std::int64_t context_len() const {
     return input_.context_lens[static_cast<std::size_t>(request_)];
   }
@@ -70,7 +69,7 @@ class Packer {
   std::vector<ContextSpan> next_chunk(std::int32_t num_requests) {
     std::vector<ContextSpan> spans;
     std::int64_t free_rows = row_budget_;
-    while (request_ < num_requests && context_len() > 0) {
+    while (request_ < num_requests && has_context()) {
       const std::int64_t remaining = context_len() - start_;
       const std::int64_t rows = span_rows(input_, start_, remaining);
       if (rows > free_rows) {
@@ -83,8 +82,7 @@ class Packer {
       }
       append(spans, remaining);
       free_rows -= rows;
-      ++request_;
-      start_ = 0;
+      start_request(request_ + 1);
     }
     return spans;
   }
@@ -114,7 +112,7 @@ class Packer {
   const std::int64_t row_budget_;
   const std::int64_t max_split_;
   std::int32_t request_ = 0;
-  std::int64_t start_ = 0;  ///< Context of `request_` that earlier chunks hold.
+  std::int64_t start_ = 0;  ///< Where the rest of `request_`'s context starts.
 };
 
 std::vector<std::vector<ContextSpan>> share_equally(const ContextPlanInput& input,
@@ -158,8 +156,11 @@ std::int64_t padded_local_length(std::int64_t length, const ContextParallel& par
 
 std::vector<std::vector<ContextSpan>> plan_context_spans(const ContextPlanInput& input) {
   check_input(input);
-  const bool has_context = std::any_of(input.context_lens.begin(), input.context_lens.end(),
-                                       [](std::int32_t len) { return len > 0; });
+  if (input.kind == ContextPlanKind::paged) return {};
+  bool has_context = false;
+  for (std::size_t i = 0; i < input.context_lens.size(); ++i) {
+    has_context = has_context || sees_context(input, i);
+  }
   if (!has_context) return {};
   const std::int64_t alignment = split_alignment(input);
   FOVEA_CHECK(input.workspace_rows >= alignment, invalid_argument,

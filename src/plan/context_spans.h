@@ -1,7 +1,11 @@
 // Rows that context spans fill in the workspace.
 #pragma once
 
+#include <cstddef>
+#include <numeric>
+
 #include "fovea/plan.h"
+#include "variants/visibility.h"
 
 namespace fovea {
 
@@ -17,6 +21,29 @@ inline std::int64_t span_rows(const ContextPlanInput& input, std::int64_t start,
   if (!input.parallel) return seq_len;
   return padded_local_length(start + seq_len, *input.parallel) -
          padded_local_length(start, *input.parallel);
+}
+
+/// Splits fall on multiples of it: on whole blocks, and under context parallelism on whole turns,
+/// so that every rank's share starts at a whole turn too.
+inline std::int64_t split_alignment(const ContextPlanInput& input) {
+  const std::int64_t alignment = input.align_chunk_to_block ? input.block_size : 1;
+  if (!input.parallel) return alignment;
+  return std::lcm(alignment, std::int64_t{input.parallel->ranks} * input.parallel->interleave);
+}
+
+/// Where the packed plan starts to gather a request's context: at the split before the first key
+/// that its first query sees; at the context's length when it sees none. The equal plan gathers
+/// all.
+inline std::int64_t context_begin(const ContextPlanInput& input, std::size_t request) {
+  if (input.kind != ContextPlanKind::packed) return 0;
+  const std::int64_t context_len = input.context_lens[request];
+  const std::int64_t first = first_visible_position(input.variant, context_len);
+  if (first <= 0) return 0;
+  const std::int64_t alignment = split_alignment(input);
+  return first >= context_len ? context_len : first / alignment * alignment;
+}
+inline bool sees_context(const ContextPlanInput& input, std::size_t request) {
+  return context_begin(input, request) < input.context_lens[request];
 }
 
 }  // namespace fovea

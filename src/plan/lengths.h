@@ -1,11 +1,13 @@
 // Checks that every planning call makes on the lengths it is given.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <span>
 #include <string_view>
 
 #include "core/check.h"
+#include "fovea/attention_variant.h"
 
 namespace fovea {
 
@@ -32,6 +34,16 @@ inline void check_range(std::string_view name, std::int64_t value, std::int64_t 
                         std::int64_t most) {
   FOVEA_CHECK(value >= least && value <= most, invalid_argument, "{} is {}, must be {} to {}", name,
               value, least, most);
+}
+
+inline void check_variant(const AttentionVariant& variant) {
+  FOVEA_CHECK(variant.attention_chunk >= 0, invalid_argument,
+              "variant.attention_chunk is {}, must be at least 0", variant.attention_chunk);
+  FOVEA_CHECK(variant.attention_chunk == 0 || variant.causal, unsupported,
+              "variant.attention_chunk is {} without causal, must be 0: chunks are causal",
+              variant.attention_chunk);
+  FOVEA_CHECK(variant.soft_cap >= 0 && std::isfinite(variant.soft_cap), invalid_argument,
+              "variant.soft_cap is {}, must be finite and at least 0", variant.soft_cap);
 }
 
 }  // namespace fovea

@@ -2,8 +2,10 @@
 #include "fovea/plan.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "core/check.h"
+#include "plan/context_spans.h"
 #include "plan/lengths.h"
 
 namespace fovea {
@@ -24,6 +26,10 @@ void check_batch(const SequenceBatch& batch) {
                 "seq_lens[{}] is {}, must be at least {}, the request's query tokens", i,
                 batch.seq_lens[i], query_len);
   }
+  FOVEA_CHECK(
+      batch.draft_tree.empty() || std::ssize(batch.draft_tree) == batch.query_start_loc.back(),
+      invalid_argument, "draft_tree has {} entries, must have {}, one per query token, or 0",
+      batch.draft_tree.size(), batch.query_start_loc.back());
 }
 
 BatchSplit split_batch(const SequenceBatch& batch, const PlanTarget& target,
@@ -41,6 +47,7 @@ ContextPlanInput context_input(const SequenceBatch& batch, const BatchSplit& spl
                                const PlanTarget& target, const PlanOptions& options) {
   ContextPlanInput input;
   input.kind = options.context_plan;
+  input.variant = options.variant;
   input.workspace_rows = options.workspace_rows;
   input.block_size = options.block_size;
   input.align_chunk_to_block = options.align_chunk_to_block;
@@ -59,12 +66,32 @@ ContextPlanInput context_input(const SequenceBatch& batch, const BatchSplit& spl
   return input;
 }
 
-/// Query token ranges of the prefills without context.
+/// The prefills' attention: of the new tokens among themselves, or over whole sequences.
+PrefillSchedule schedule_new_tokens(const BatchPlan& plan, const ContextPlanInput& context) {
+  if (!plan.paged_context) {
+    // Keys start where queries do: behind the context.
+    return schedule_prefill(context.query_start_loc, context.query_start_loc, context.query_tile,
+                            plan.variant, {context.context_lens, context.context_lens});
+  }
+  std::vector<std::int32_t> cu_seqlens_k{0};
+  std::int64_t keys = 0;
+  for (std::size_t i = 0; i < context.context_lens.size(); ++i) {
+    const std::int32_t query_len = context.query_start_loc[i + 1] - context.query_start_loc[i];
+    keys += std::int64_t{context.context_lens[i]} + query_len;
+    FOVEA_CHECK(keys <= std::numeric_limits<std::int32_t>::max(), invalid_argument,
+                "seq_lens of the prefills add up to {} at request {}, must stay below 2^31", keys,
+                plan.split.num_decodes + static_cast<std::int64_t>(i));
+    cu_seqlens_k.push_back(static_cast<std::int32_t>(keys));
+  }
+  return schedule_prefill(context.query_start_loc, cu_seqlens_k, context.query_tile, plan.variant);
+}
+
+/// Query token ranges of the prefills that see no context.
 std::vector<IndexRange> find_empty_token_slices(const ContextPlanInput& input) {
   std::vector<IndexRange> slices;
   for (std::size_t i = 0; i < input.context_lens.size(); ++i) {
     const IndexRange tokens{input.query_start_loc[i], input.query_start_loc[i + 1]};
-    if (input.context_lens[i] == 0 && tokens.size() > 0) slices.push_back(tokens);
+    if (!sees_context(input, i) && tokens.size() > 0) slices.push_back(tokens);
   }
   return slices;
 }
@@ -82,19 +109,23 @@ void find_extent(const SequenceBatch& batch, BatchPlan& plan) {
 BatchPlan make_plan(const SequenceBatch& batch, const PlanTarget& target,
                     const PlanOptions& options) {
   check_batch(batch);
+  check_variant(options.variant);
   BatchPlan plan;
   plan.split = split_batch(batch, target, options);
   plan.variant = options.variant;
   plan.num_actual_tokens = batch.query_start_loc.back();
   find_extent(batch, plan);
 
+  plan.paged_context = options.context_plan == ContextPlanKind::paged;
   const auto num_decodes = static_cast<std::size_t>(plan.split.num_decodes);
+  const auto num_drafts =
+      static_cast<std::size_t>(batch.draft_tree.empty() ? 0 : plan.split.num_decode_tokens);
   plan.decode = schedule_decode(std::span(batch.query_start_loc).first(num_decodes + 1),
-                                std::span(batch.seq_lens).first(num_decodes), target);
+                                std::span(batch.seq_lens).first(num_decodes), target,
+                                options.variant, std::span(batch.draft_tree).first(num_drafts));
 
   ContextPlanInput context = context_input(batch, plan.split, target, options);
-  plan.prefill = schedule_prefill(context.query_start_loc, context.query_start_loc,
-                                  context.query_tile, options.variant);
+  plan.prefill = schedule_new_tokens(plan, context);
   plan.chunks = plan_context_chunks(context);
   for (const ContextChunk& chunk : plan.chunks) {
     plan.peak_context_rows = std::max(plan.peak_context_rows, chunk.num_context_tokens);

@@ -1,15 +1,18 @@
 // Cuts decode work into items, so that every worker has the same amount.
 //
 // The work of a batch is a line: requests one after the other, each as long as its keys times its
-// query rows. It may be cut between requests and at tiles of keys; worker w gets the stretch
-// between cuts w and w + 1. The largest stretch is what a step waits for, so the smallest possible
-// one is looked for first; then, among all ways to cut the line into such stretches, one with few
-// requests split, since each split costs a merge.
+// query rows. Keys that no query sees, before all windows, are no work. It may be cut between
+// requests and at tiles of keys; worker w gets the stretch between cuts w and w + 1. The largest
+// stretch is what a step waits for, so the smallest possible one is looked for first; then, among
+// all ways to cut the line into such stretches, one with few requests split, since each split costs
+// a merge.
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "core/check.h"
 #include "fovea/plan.h"
+#include "plan/extents.h"
 #include "plan/lengths.h"
 
 namespace fovea {
@@ -22,18 +25,18 @@ constexpr std::int64_t kSlackDivisor = 32;
 /// The line of work and where it may be cut.
 class WorkLine {
  public:
-  WorkLine(std::span<const std::int32_t> query_start_loc, std::span<const std::int32_t> seq_lens,
+  WorkLine(std::span<const std::int32_t> query_start_loc, std::vector<std::int64_t> num_keys,
            std::int64_t kv_tile)
-      : query_start_loc_(query_start_loc), seq_lens_(seq_lens), kv_tile_(kv_tile) {
-    borders_.reserve(seq_lens.size() + 1);
+      : query_start_loc_(query_start_loc), num_keys_(std::move(num_keys)), kv_tile_(kv_tile) {
+    borders_.reserve(num_keys_.size() + 1);
     borders_.push_back(0);
-    for (std::size_t i = 0; i < seq_lens.size(); ++i) {
-      const std::int64_t work = rows(i) * seq_lens[i];
+    for (std::size_t i = 0; i < num_keys_.size(); ++i) {
+      const std::int64_t work = rows(i) * num_keys_[i];
       FOVEA_CHECK(work <= std::numeric_limits<std::int64_t>::max() / 4 - borders_.back(),
                   invalid_argument, "seq_lens[{}] is {}: the batch's work must stay below 2^61", i,
-                  seq_lens[i]);
+                  num_keys_[i]);
       borders_.push_back(borders_.back() + work);
-      const std::int64_t last_piece = seq_lens[i] - max_tiles(i) * kv_tile;
+      const std::int64_t last_piece = num_keys_[i] - max_tiles(i) * kv_tile;
       longest_gap_ = std::max(longest_gap_, rows(i) * std::max(last_piece, kv_tile));
     }
   }
@@ -48,13 +51,13 @@ class WorkLine {
   /// The last cut at or before `position`, the first at or after it. 0 <= position <= length().
   std::int64_t cut_at_most(std::int64_t position) const {
     const std::size_t request = request_at(position);
-    if (request == seq_lens_.size()) return length();
+    if (request == num_keys_.size()) return length();
     const std::int64_t tiles = (position - borders_[request]) / tile_work(request);
     return borders_[request] + std::min(tiles, max_tiles(request)) * tile_work(request);
   }
   std::int64_t cut_at_least(std::int64_t position) const {
     const std::size_t request = request_at(position);
-    if (request == seq_lens_.size()) return length();
+    if (request == num_keys_.size()) return length();
     const std::int64_t work = tile_work(request);
     const std::int64_t tiles = (position - borders_[request] + work - 1) / work;
     return tiles <= max_tiles(request) ? borders_[request] + tiles * work : borders_[request + 1];
@@ -85,11 +88,11 @@ class WorkLine {
   std::int64_t tile_work(std::size_t request) const { return rows(request) * kv_tile_; }
   /// Tiles that may lie before a cut: the piece behind it has a whole one as well.
   std::int64_t max_tiles(std::size_t request) const {
-    return std::max<std::int64_t>(seq_lens_[request] / kv_tile_ - 1, 0);
+    return std::max<std::int64_t>(num_keys_[request] / kv_tile_ - 1, 0);
   }
 
   std::span<const std::int32_t> query_start_loc_;
-  std::span<const std::int32_t> seq_lens_;
+  std::vector<std::int64_t> num_keys_;  ///< [requests] that are work.
   std::int64_t kv_tile_;
   std::vector<std::int64_t> borders_;  ///< [requests + 1] where each request's work starts.
   std::int64_t longest_gap_ = 0;
@@ -148,11 +151,12 @@ class ItemWriter {
     schedule_.partial_begin.push_back(0);
   }
 
-  void append(std::int32_t request, std::int64_t rows, std::int32_t seq_len) {
+  void append(std::int32_t request, std::int64_t rows, std::int32_t first_key,
+              std::int32_t seq_len) {
     std::vector<WorkItem>& items = schedule_.items;
     const std::size_t first = items.size();
     if (rows > 0 && seq_len == 0) items.push_back({request, 0, 0, -1});
-    for (std::int32_t begin = 0; rows > 0 && begin < seq_len;) {
+    for (std::int32_t begin = first_key; rows > 0 && begin < seq_len;) {
       while (cuts_[worker_ + 1] == position_) start_worker();
       const std::int64_t free = (cuts_[worker_ + 1] - position_) / rows;
       const auto end = static_cast<std::int32_t>(std::min<std::int64_t>(begin + free, seq_len));
@@ -182,10 +186,48 @@ class ItemWriter {
   std::int64_t position_ = 0;
 };
 
+/// Start of the tile with the first key that a query of the sequence sees.
+std::int32_t first_tile(const AttentionVariant& variant, const SequenceExtent& extent,
+                        std::int64_t kv_tile) {
+  if (extent.num_queries == 0) return 0;
+  const KeyInterval keys = visible_to_any(variant, {0, extent.num_queries}, extent);
+  return static_cast<std::int32_t>(keys.begin / kv_tile * kv_tile);
+}
+
+void check_draft_tree(std::span<const std::int32_t> query_start_loc,
+                      std::span<const std::int32_t> seq_lens,
+                      std::span<const std::uint64_t> draft_tree, const AttentionVariant& variant) {
+  if (draft_tree.empty()) return;
+  FOVEA_CHECK(std::ssize(draft_tree) == query_start_loc.back(), invalid_argument,
+              "draft_tree has {} entries, must have {}, one per query token, or 0",
+              draft_tree.size(), query_start_loc.back());
+  FOVEA_CHECK(variant.causal, unsupported,
+              "draft_tree is given without variant.causal, must go with it");
+  for (std::size_t r = 0; r + 1 < query_start_loc.size(); ++r) {
+    const std::int32_t first = query_start_loc[r];
+    const std::int32_t query_len = query_start_loc[r + 1] - first;
+    FOVEA_CHECK(query_len <= 64, unsupported,
+                "draft_tree of request {} has {} tokens, must have at most 64", r, query_len);
+    FOVEA_CHECK(seq_lens[r] >= query_len, invalid_argument,
+                "seq_lens[{}] is {}, must be at least {}, the tokens of its draft_tree", r,
+                seq_lens[r], query_len);
+    for (std::int32_t i = 0; i < query_len; ++i) {
+      const std::uint64_t self = std::uint64_t{1} << i;
+      const std::uint64_t seen = draft_tree[static_cast<std::size_t>(first + i)];
+      FOVEA_CHECK((seen & self) != 0 && (seen & ~(self | (self - 1))) == 0, invalid_argument,
+                  "draft_tree of request {}, token {} is {:#x}, must have its own bit {} and only "
+                  "bits of tokens before it",
+                  r, i, seen, i);
+    }
+  }
+}
+
 }  // namespace
 
 DecodeSchedule schedule_decode(std::span<const std::int32_t> query_start_loc,
-                               std::span<const std::int32_t> seq_lens, const PlanTarget& target) {
+                               std::span<const std::int32_t> seq_lens, const PlanTarget& target,
+                               const AttentionVariant& variant,
+                               std::span<const std::uint64_t> draft_tree) {
   check_offsets("query_start_loc", query_start_loc);
   check_lengths("seq_lens", seq_lens);
   FOVEA_CHECK(query_start_loc.size() == seq_lens.size() + 1, invalid_argument,
@@ -194,17 +236,30 @@ DecodeSchedule schedule_decode(std::span<const std::int32_t> query_start_loc,
   check_range("num_workers", target.num_workers, 1, std::int64_t{1} << 20);
   check_range("decode_kv_tile", target.decode_kv_tile, 1, std::int64_t{1} << 20);
 
+  check_variant(variant);
+  check_draft_tree(query_start_loc, seq_lens, draft_tree, variant);
+
   DecodeSchedule schedule;
   schedule.query_start_loc.assign(query_start_loc.begin(), query_start_loc.end());
   schedule.seq_lens.assign(seq_lens.begin(), seq_lens.end());
-  const WorkLine line(query_start_loc, seq_lens, target.decode_kv_tile);
+  schedule.draft_tree.assign(draft_tree.begin(), draft_tree.end());
+  std::vector<std::int32_t> first_keys;
+  std::vector<std::int64_t> num_keys;
+  first_keys.reserve(seq_lens.size());
+  num_keys.reserve(seq_lens.size());
+  for (std::size_t i = 0; i < seq_lens.size(); ++i) {
+    const SequenceExtent extent = extent_of(schedule, static_cast<std::int32_t>(i));
+    first_keys.push_back(first_tile(variant, extent, target.decode_kv_tile));
+    num_keys.push_back(std::int64_t{seq_lens[i]} - first_keys.back());
+  }
+  const WorkLine line(query_start_loc, std::move(num_keys), target.decode_kv_tile);
   schedule.items.reserve(seq_lens.size() + static_cast<std::size_t>(target.num_workers));
   schedule.partial_begin.reserve(seq_lens.size() + 1);
   ItemWriter writer(schedule, cut_evenly(line, target.num_workers));
   for (std::size_t i = 0; i < seq_lens.size(); ++i) {
     const std::int64_t rows = line.rows(i);
     schedule.max_query_len = std::max(schedule.max_query_len, static_cast<std::int32_t>(rows));
-    writer.append(static_cast<std::int32_t>(i), rows, seq_lens[i]);
+    writer.append(static_cast<std::int32_t>(i), rows, first_keys[i], seq_lens[i]);
   }
   writer.finish();
   return schedule;

@@ -1,11 +1,12 @@
-// Which keys a query row sees: first as an interval, then key by key.
+// Which keys a query row sees: first as an interval, then tile by tile and key by key.
 //
-// Keys are numbered from the start of the sequence. The query rows of a sequence stand at its end:
-// row i of n has position num_keys - n + i, which is negative for rows that have no key at all.
-// Everything here is constexpr, so that host and device code share it.
+// Rows and keys are numbered from the first of a call; what decides is their absolute positions in
+// the sequence, which a SequenceExtent adds. Everything here is constexpr, so that host and device
+// code share it.
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 
 #include "fovea/attention_variant.h"
@@ -27,23 +28,54 @@ constexpr KeyInterval intersect(const KeyInterval& a, const KeyInterval& b) {
   return {begin, std::clamp(a.end, begin, b.end)};
 }
 
-/// How many query rows and keys a sequence has: what aligns one with the other.
+/// The query rows and keys of a sequence, and where they stand. By default keys start at position 0
+/// and queries end with the last key; the first query's position is negative when there are too
+/// few.
 struct SequenceExtent {
   std::int64_t num_queries = 0;
   std::int64_t num_keys = 0;
+  std::int64_t first_query = num_keys - num_queries;  ///< Position of query row 0.
+  std::int64_t first_key = 0;                         ///< Position of key 0.
+  /// Optional [num_queries], at most 64: the query rows are a draft tree, and their keys the last
+  /// num_queries keys. Bit j of tree[i]: row i sees the key of row j; its own and its ancestors',
+  /// all of which come before it. It stands at first_query + the number of its ancestors.
+  const std::uint64_t* tree = nullptr;
 };
 
-/// Position of query row `query` among the keys; negative when the sequence has too few.
-constexpr std::int64_t query_position(std::int64_t query, const SequenceExtent& extent) {
-  return extent.num_keys - extent.num_queries + query;
+constexpr std::int64_t depth_in_tree(const SequenceExtent& extent, std::int64_t query) {
+  return std::popcount(extent.tree[query]) - 1;
 }
 
-/// The smallest interval with every key that query row `query` sees. Both ends never decrease from
-/// a row to the next; classify_tile and visible_to_any rely on it.
+constexpr std::int64_t query_position(std::int64_t query, const SequenceExtent& extent) {
+  return extent.first_query + (extent.tree ? depth_in_tree(extent, query) : query);
+}
+
+/// The first position that a query at `position` may see; may be negative.
+constexpr std::int64_t first_visible_position(const AttentionVariant& variant,
+                                              std::int64_t position) {
+  std::int64_t first = 0;
+  if (variant.window_left >= 0) first = position - variant.window_left;
+  if (variant.attention_chunk > 0) {
+    first = std::max(first, position / variant.attention_chunk * variant.attention_chunk);
+  }
+  return first;
+}
+
+/// The smallest interval with every key that query row `query` sees (under a draft tree, one with
+/// every key). Without a tree it holds no other key, and both ends never decrease from a row to the
+/// next.
 constexpr KeyInterval visible_keys(const AttentionVariant& variant, std::int64_t query,
                                    const SequenceExtent& extent) {
-  if (!variant.causal) return {0, extent.num_keys};
-  return {0, std::clamp<std::int64_t>(query_position(query, extent) + 1, 0, extent.num_keys)};
+  const std::int64_t position = query_position(query, extent);
+  const std::int64_t first = first_visible_position(variant, position) - extent.first_key;
+  const std::int64_t num_keys = extent.num_keys;
+  if (extent.tree) {
+    const std::int64_t context = num_keys - extent.num_queries;
+    return {std::clamp<std::int64_t>(first, 0, context), context + query + 1};
+  }
+  if (!variant.causal) return {std::clamp<std::int64_t>(first, 0, num_keys), num_keys};
+  const std::int64_t end = std::clamp<std::int64_t>(position + 1 - extent.first_key, 0, num_keys);
+  return {std::clamp<std::int64_t>(first, 0, end), end};
 }
 constexpr KeyInterval visible_keys(const AttentionVariant& variant, std::int64_t query,
                                    std::int64_t num_queries, std::int64_t num_keys) {
@@ -54,7 +86,15 @@ constexpr KeyInterval visible_keys(const AttentionVariant& variant, std::int64_t
 /// border tiles only.
 constexpr bool sees(const AttentionVariant& variant, std::int64_t query, std::int64_t key,
                     const SequenceExtent& extent) {
-  return !variant.causal || key <= query_position(query, extent);
+  const std::int64_t position = query_position(query, extent);
+  const std::int64_t first = first_visible_position(variant, position);
+  const std::int64_t draft = key - (extent.num_keys - extent.num_queries);
+  if (extent.tree && draft >= 0) {
+    const bool is_ancestor = (extent.tree[query] >> draft & 1) != 0;
+    return is_ancestor && query_position(draft, extent) >= first;
+  }
+  const std::int64_t key_position = extent.first_key + key;
+  return key_position >= first && (!variant.causal || key_position <= position);
 }
 
 /// Query rows [begin, end) of a sequence.
@@ -63,12 +103,31 @@ struct QueryInterval {
   std::int64_t end = 0;
 };
 
-/// The smallest interval with every key that at least one of `queries` (not empty) sees: where a
-/// kernel's loop over key tiles starts and ends.
+/// The smallest interval with the visible_keys of all `queries` (not empty): where a kernel's loop
+/// over key tiles starts and ends.
 constexpr KeyInterval visible_to_any(const AttentionVariant& variant, const QueryInterval& queries,
                                      const SequenceExtent& extent) {
-  return {visible_keys(variant, queries.begin, extent).begin,
-          visible_keys(variant, queries.end - 1, extent).end};
+  KeyInterval all{visible_keys(variant, queries.begin, extent).begin,
+                  visible_keys(variant, queries.end - 1, extent).end};
+  for (std::int64_t q = queries.begin; extent.tree && q < queries.end; ++q) {
+    const KeyInterval visible = visible_keys(variant, q, extent);
+    all = {std::min(all.begin, visible.begin), std::max(all.end, visible.end)};
+  }
+  return all;
+}
+
+/// The largest interval of keys that each of `queries` (not empty) sees in full.
+constexpr KeyInterval visible_to_all(const AttentionVariant& variant, const QueryInterval& queries,
+                                     const SequenceExtent& extent) {
+  KeyInterval all{visible_keys(variant, queries.end - 1, extent).begin,
+                  visible_keys(variant, queries.begin, extent).end};
+  if (!extent.tree) return all;
+  // Which drafts a row sees is for the element rule.
+  all = {0, extent.num_keys - extent.num_queries};
+  for (std::int64_t q = queries.begin; q < queries.end; ++q) {
+    all.begin = std::max(all.begin, visible_keys(variant, q, extent).begin);
+  }
+  return all;
 }
 
 enum class TileVisibility : std::uint8_t {
@@ -81,11 +140,28 @@ enum class TileVisibility : std::uint8_t {
 constexpr TileVisibility classify_tile(const AttentionVariant& variant,
                                        const QueryInterval& queries, const KeyInterval& keys,
                                        const SequenceExtent& extent) {
-  const KeyInterval first = visible_keys(variant, queries.begin, extent);
-  const KeyInterval last = visible_keys(variant, queries.end - 1, extent);
-  if (keys.begin >= last.end || keys.end <= first.begin) return TileVisibility::skipped;
-  if (keys.begin >= last.begin && keys.end <= first.end) return TileVisibility::full;
+  const KeyInterval any = visible_to_any(variant, queries, extent);
+  if (keys.begin >= any.end || keys.end <= any.begin) return TileVisibility::skipped;
+  const KeyInterval all = visible_to_all(variant, queries, extent);
+  if (keys.begin >= all.begin && keys.end <= all.end) return TileVisibility::full;
   return TileVisibility::border;
+}
+
+/// Bit i: query row `query` sees key keys.begin + i. At most 64 keys.
+constexpr std::uint64_t visible_bits(const AttentionVariant& variant, std::int64_t query,
+                                     const KeyInterval& keys, const SequenceExtent& extent) {
+  std::uint64_t bits = 0;
+  if (extent.tree) {
+    for (std::int64_t key = keys.begin; key < keys.end; ++key) {
+      bits |= std::uint64_t{sees(variant, query, key, extent)} << (key - keys.begin);
+    }
+    return bits;
+  }
+  const KeyInterval seen = intersect(visible_keys(variant, query, extent), keys);
+  if (seen.empty()) return 0;
+  const auto first = static_cast<int>(seen.begin - keys.begin);
+  const auto count = static_cast<int>(seen.size());
+  return ~std::uint64_t{0} >> (64 - count) << first;
 }
 
 }  // namespace fovea

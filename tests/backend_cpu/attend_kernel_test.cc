@@ -1,4 +1,5 @@
 // The attention kernel on plain memory, where ops cannot look: exp2, lanes, and bits.
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -23,7 +24,7 @@ struct Block {
         out(static_cast<std::size_t>(kBlockRows * stride_of(v_channels))),
         row_max(kBlockRows, -std::numeric_limits<float>::infinity()),
         row_sum(kBlockRows),
-        limit(kBlockRows),
+        mask(kBlockRows),
         scores(kBlockRows * kTileTokens) {
     tile.q = q.data();
     tile.k = k.data();
@@ -32,7 +33,8 @@ struct Block {
     tile.row_max = row_max.data();
     tile.row_sum = row_sum.data();
     tile.scores = scores.data();
-    tile.row_limit = nullptr;
+    tile.row_mask = nullptr;
+    tile.soft_cap = 0.f;
     tile.k_stride = qk_channels;
     tile.v_stride = stride_of(v_channels);
     tile.out_stride = stride_of(v_channels);
@@ -58,7 +60,9 @@ struct Block {
   }
 
   std::int64_t lanes;
-  std::vector<float> q, k, v, out, row_max, row_sum, limit, scores;
+  std::vector<float> q, k, v, out, row_max, row_sum;
+  std::vector<std::uint64_t> mask;
+  std::vector<float> scores;
   cpu::AttendTile tile;
 };
 
@@ -67,10 +71,15 @@ float normal(std::uint64_t seed, std::int64_t a, std::int64_t b) {
       random_normal(seed + static_cast<std::uint64_t>(a), static_cast<std::uint64_t>(b)));
 }
 
+/// Bits of the first `count` tokens.
+std::uint64_t first_tokens(std::int64_t count) {
+  return count == 0 ? 0 : ~std::uint64_t{0} >> (64 - count);
+}
+
 class AttendKernel : public IsaTest {
  protected:
-  /// Rows [first, first + count) of the same problem of kBlockRows rows, alone. Row r sees
-  /// `seen(r)` of the tokens.
+  /// Rows [first, first + count) of the same problem of kBlockRows rows, alone. Row r sees the
+  /// tokens whose bit is set in `seen(r)`.
   template <class Seen>
   Block run(std::int64_t first, std::int64_t count, std::int64_t tokens, Seen&& seen,
             std::int64_t nan_token = -1) const {
@@ -79,16 +88,16 @@ class AttendKernel : public IsaTest {
     bool border = false;
     for (std::int64_t r = 0; r < count; ++r) {
       for (std::int64_t c = 0; c < kQk; ++c) block.query(r, c) = normal(1, first + r, c);
-      const std::int64_t limit = seen(first + r);
-      block.limit[static_cast<std::size_t>(r)] = static_cast<float>(limit);
-      border |= limit < tokens;
+      const std::uint64_t mask = seen(first + r) & first_tokens(tokens);
+      block.mask[static_cast<std::size_t>(r)] = mask;
+      border |= mask != first_tokens(tokens);
     }
     for (std::int64_t t = 0; t < tokens; ++t) {
       const float poison = t == nan_token ? std::numeric_limits<float>::quiet_NaN() : 0.f;
       for (std::int64_t c = 0; c < kQk; ++c) block.key(t, c) = normal(1000, t, c) + poison;
       for (std::int64_t c = 0; c < kV; ++c) block.value(t, c) = normal(2000, t, c) + poison;
     }
-    if (border) block.tile.row_limit = block.limit.data();
+    if (border) block.tile.row_mask = block.mask.data();
     kernels().attend(block.tile);
     return block;
   }
@@ -132,7 +141,13 @@ TEST_P(AttendKernel, WeightsBelowTheSmallestNormalNumberAreZero) {
 
 TEST_P(AttendKernel, BitsOfARowDoNotDependOnRowsBesideIt) {
   for (std::int64_t tokens : {1, 5, 11, 63, 64}) {
-    const auto seen = [&](std::int64_t r) { return r % 3 == 0 ? tokens : r * tokens / kBlockRows; };
+    // Everything, a causal border, a window, or scattered tokens as of a draft tree.
+    const auto seen = [&](std::int64_t r) {
+      const std::uint64_t causal = first_tokens(r * tokens / kBlockRows);
+      if (r % 5 == 0) return first_tokens(tokens);
+      if (r % 5 == 1) return causal & ~(causal >> 4);
+      return r % 5 == 2 ? random_bits(7, static_cast<std::uint64_t>(r)) : causal;
+    };
     const Block whole = run(0, kBlockRows, tokens, seen);
     for (std::int64_t first : {0, 1, 13, 60}) {
       for (std::int64_t count : {1, 2, 3, 4}) {
@@ -150,7 +165,7 @@ TEST_P(AttendKernel, BitsOfARowDoNotDependOnRowsBesideIt) {
 
 TEST_P(AttendKernel, ANaNReachesTheRowsThatSeeItAndNoOther) {
   // Row r sees tokens [0, r]: the NaN of token 22 divides the block within a register tile of rows.
-  const auto seen = [](std::int64_t r) { return r + 1; };
+  const auto seen = [](std::int64_t r) { return first_tokens(r + 1); };
   const Block clean = run(0, kBlockRows, kTileTokens, seen);
   const Block block = run(0, kBlockRows, kTileTokens, seen, 22);
   for (std::int64_t r = 0; r < kBlockRows; ++r) {
@@ -164,10 +179,49 @@ TEST_P(AttendKernel, ANaNReachesTheRowsThatSeeItAndNoOther) {
 }
 
 TEST_P(AttendKernel, RowsThatSeeNoTokenKeepTheirState) {
-  const Block block = run(0, 9, 17, [](std::int64_t r) { return r == 4 ? 0 : 17; });
+  const Block block = run(0, 9, 17, [](std::int64_t r) { return first_tokens(r == 4 ? 0 : 17); });
   EXPECT_EQ(-std::numeric_limits<float>::infinity(), block.row_max[4]);
   EXPECT_EQ(0.f, block.row_sum[4]);
   for (std::int64_t c = 0; c < 72; ++c) EXPECT_EQ(0.f, block.row(4)[c]);
+}
+
+TEST_P(AttendKernel, ScatteredTokensAreSeenByTheirRowsAlone) {
+  // Hidden keys and values are NaN: a row's result is that of its own tokens, moved together.
+  constexpr std::uint64_t kMask = 0x8421'0ff0'1234'5677;
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  Block block(kernels(), 1, kTileTokens, 40, 72);
+  Block dense(kernels(), 1, std::popcount(kMask), 40, 72);
+  block.mask[0] = kMask;
+  block.tile.row_mask = block.mask.data();
+  std::int64_t next = 0;
+  for (std::int64_t c = 0; c < 40; ++c) block.query(0, c) = dense.query(0, c) = normal(1, 0, c);
+  for (std::int64_t t = 0; t < kTileTokens; ++t) {
+    const bool is_seen = (kMask >> t & 1) != 0;
+    for (std::int64_t c = 0; c < 40; ++c) block.key(t, c) = is_seen ? normal(1000, t, c) : kNan;
+    for (std::int64_t c = 0; c < 72; ++c) block.value(t, c) = is_seen ? normal(2000, t, c) : kNan;
+    if (!is_seen) continue;
+    for (std::int64_t c = 0; c < 40; ++c) dense.key(next, c) = block.key(t, c);
+    for (std::int64_t c = 0; c < 72; ++c) dense.value(next, c) = block.value(t, c);
+    ++next;
+  }
+  kernels().attend(block.tile);
+  kernels().attend(dense.tile);
+  EXPECT_EQ(dense.row_max[0], block.row_max[0]);
+  EXPECT_EQ(0, std::memcmp(dense.row(0), block.row(0), 72 * sizeof(float)));
+}
+
+TEST_P(AttendKernel, SoftCapIsTanhWithinTwoUnitsOfTheCap) {
+  // One channel, a query of 1: keys are scores, and the row's maximum says what became of one.
+  const float cap = 21.f;
+  for (float score : {-1e30f, -300.f, -21.f, -1.f, -1e-4f, 0.f, 1e-4f, 0.5f, 10.f, 30.f, 1e30f}) {
+    Block block(kernels(), 1, 1, 1, 1);
+    block.query(0, 0) = 1.f;
+    block.key(0, 0) = score;
+    block.tile.soft_cap = cap;
+    kernels().attend(block.tile);
+    const double exact = 21.0 * std::tanh(static_cast<double>(score) / 21.0);
+    EXPECT_NEAR(exact, block.row_max[0], 21 * 0x1p-22) << score;
+  }
 }
 
 }  // namespace

@@ -46,7 +46,6 @@ std::int64_t AttendState::bytes(const AttendShape& shape) {
   carver.take(shape.max_rows * padded_stride(shape.v_channels));
   carver.take(rows);
   carver.take(rows);
-  carver.take(kBlockRows);
   carver.take(kBlockRows * kTileTokens);
   carver.take(padded_stride(shape.qk_channels));
   carver.take(kTileTokens * padded_stride(shape.qk_channels));
@@ -66,7 +65,6 @@ AttendState::AttendState(const Kernels& kernels, const AttendShape& shape, std::
   out_ = carver.take(shape.max_rows * out_stride_);
   row_max_ = carver.take(rows);
   row_sum_ = carver.take(rows);
-  limit_ = carver.take(kBlockRows);
   scores_ = carver.take(kBlockRows * kTileTokens);
   query_ = carver.take(k_stride_);
   k_ = carver.take(kTileTokens * k_stride_);
@@ -98,7 +96,8 @@ AttendTile AttendState::tile(std::int64_t row, std::int64_t count, const KeyInte
       .row_max = row_max_ + row,
       .row_sum = row_sum_ + row,
       .scores = scores_,
-      .row_limit = nullptr,
+      .row_mask = nullptr,
+      .soft_cap = shape_.soft_cap * std::numbers::log2e_v<float>,
       .k_stride = k_stride_,
       .v_stride = v_stride_,
       .out_stride = out_stride_,
@@ -115,21 +114,27 @@ void AttendState::attend(std::int64_t row, std::int64_t count, const KeyInterval
 
 void AttendState::attend_border(std::int64_t row, std::int64_t count, const KeyInterval& keys,
                                 const QueryRows& queries, const AttentionVariant& variant) {
+  std::uint64_t mask[kBlockRows];
   for (std::int64_t r = 0; r < count; ++r) {
-    const KeyInterval seen =
-        intersect(visible_keys(variant, queries.query_of(row + r), queries.extent), keys);
-    limit_[r] = static_cast<float>(seen.end - keys.begin);
+    // Rows of a query token follow each other.
+    const std::int64_t query = queries.query_of(row + r);
+    const bool repeats = r > 0 && query == queries.query_of(row + r - 1);
+    mask[r] = repeats ? mask[r - 1] : visible_bits(variant, query, keys, queries.extent);
   }
-  std::fill(limit_ + count, limit_ + round_up(count, kernels_.lanes), 0.f);
   AttendTile border = tile(row, count, keys);
-  border.row_limit = limit_;
+  border.row_mask = mask;
   kernels_.attend(border);
 }
 
-float AttendState::finish(std::int64_t row, const Row& out) const {
+float AttendState::finish(std::int64_t row, const Row& out, float sink) const {
   const float sum = row_sum_[row];
   const bool empty = sum == 0.f;
-  store_row(kernels_, out_ + row * out_stride_, empty ? 0.f : 1.f / sum, shape_.v_channels, out);
+  float denominator = sum;
+  if (sink != kNoSink) {
+    denominator += std::exp2(sink * std::numbers::log2e_v<float> - row_max_[row]);
+  }
+  const float inverse = empty ? 0.f : 1.f / denominator;
+  store_row(kernels_, out_ + row * out_stride_, inverse, shape_.v_channels, out);
   return empty ? -kInfinity : row_max_[row] * std::numbers::ln2_v<float> + std::log(sum);
 }
 

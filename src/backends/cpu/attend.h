@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "backends/cpu/kernels.h"
 #include "backends/cpu/rows.h"
@@ -16,11 +17,15 @@ namespace fovea::cpu {
 /// channels).
 inline constexpr std::int64_t kMaxRows = 512;
 
+/// A sink of no weight.
+inline constexpr float kNoSink = -std::numeric_limits<float>::infinity();
+
 struct AttendShape {
   std::int64_t qk_channels = 0;
   std::int64_t v_channels = 0;
   std::int64_t max_rows = 0;    ///< At most kMaxRows.
   bool values_in_keys = false;  ///< A value is the first v_channels of its key.
+  float soft_cap = 0.f;         ///< Of the natural scores; 0: none.
 };
 
 /// Rows [first_row, first_row + count) of the [query token][rows_per_query] rows of a sequence.
@@ -53,12 +58,13 @@ class AttendState {
 
   /// Rows [row, row + count), one block, against the tile, whose tokens are `keys`.
   void attend(std::int64_t row, std::int64_t count, const KeyInterval& keys);
-  /// The same where each row sees the first keys only, up to its visible_keys.
+  /// The same where the element rule says which of the keys each row sees.
   void attend_border(std::int64_t row, std::int64_t count, const KeyInterval& keys,
                      const QueryRows& queries, const AttentionVariant& variant);
 
-  /// The output of a row, and its lse as result.
-  float finish(std::int64_t row, const Row& out) const;
+  /// The output of a row, and its lse as result. `sink` joins the denominator of the output alone;
+  /// kNoSink: nothing does.
+  float finish(std::int64_t row, const Row& out, float sink) const;
 
  private:
   AttendTile tile(std::int64_t row, std::int64_t count, const KeyInterval& keys) const;
@@ -72,7 +78,6 @@ class AttendState {
   float* out_;      ///< [max rows][out_stride]
   float* row_max_;  ///< [max rows]
   float* row_sum_;  ///< [max rows]
-  float* limit_;    ///< [kBlockRows]
   float* scores_;   ///< [kBlockRows / lanes][kTileTokens][lanes]
   float* query_;    ///< [qk_channels]
   float* k_;        ///< [kTileTokens][k_stride]

@@ -4,7 +4,9 @@
 
 #include "backends/cpu/attend.h"
 #include "backends/cpu/ops.h"
+#include "backends/cpu/paged_kv_rows.h"
 #include "backends/cpu/rows.h"
+#include "plan/extents.h"
 
 namespace fovea::cpu {
 namespace {
@@ -15,8 +17,9 @@ AttendShape shape_of(const AttentionPrefillParams& params) {
     rows = std::max<std::int64_t>(rows, tile.query_end - tile.query_begin);
   }
   return {.qk_channels = params.q.shape[2],
-          .v_channels = params.v.shape[2],
-          .max_rows = std::min(rows, kMaxRows)};
+          .v_channels = params.out.shape[2],
+          .max_rows = std::min(rows, kMaxRows),
+          .soft_cap = params.variant.soft_cap};
 }
 
 /// A task is a query tile of one head.
@@ -29,21 +32,7 @@ std::int64_t num_states(const OpContext& ctx, const AttentionPrefillParams& para
   return std::min<std::int64_t>(ctx.pool->num_threads(), num_tasks(params));
 }
 
-/// Where a request's rows lie.
-struct Request {
-  std::int64_t first_query;
-  std::int64_t first_key;
-  SequenceExtent extent;
-};
-
-Request request_of(const PrefillSchedule& schedule, std::int32_t request) {
-  const auto r = static_cast<std::size_t>(request);
-  const std::int64_t q = schedule.cu_seqlens_q[r];
-  const std::int64_t k = schedule.cu_seqlens_k[r];
-  return {q, k, {schedule.cu_seqlens_q[r + 1] - q, schedule.cu_seqlens_k[r + 1] - k}};
-}
-
-/// Keys and values of one key head of a request.
+/// Keys and values of one key head of a request, one row after the other.
 class KeyRows {
  public:
   KeyRows(const Kernels& kernels, const AttentionPrefillParams& params, std::int64_t first_key,
@@ -95,7 +84,8 @@ class Prefill {
       : kernels_(kernels),
         params_(params),
         shape_(shape),
-        heads_per_kv_head_(params.q.shape[1] / params.k.shape[1]) {}
+        is_paged_(params.paged.k_cache != nullptr),
+        group_(params.q.shape[1] / (is_paged_ ? params.paged.num_kv_heads : params.k.shape[1])) {}
 
   void run_task(AttendState& state, std::int64_t task) const {
     // One head after the other: its keys and values stay in the cache for all tiles. The longest
@@ -103,28 +93,39 @@ class Prefill {
     const auto tiles = static_cast<std::int64_t>(params_.schedule->tiles.size());
     const std::int64_t head = task / tiles;
     const PrefillTile& tile = params_.schedule->tiles[static_cast<std::size_t>(task % tiles)];
+    const SequenceExtent extent = extent_of(*params_.schedule, tile.request);
+    const auto request = static_cast<std::size_t>(tile.request);
     for (std::int64_t q = tile.query_begin; q < tile.query_end; q += shape_.max_rows) {
-      const std::int64_t count = std::min(shape_.max_rows, tile.query_end - q);
-      attend_rows(state, request_of(*params_.schedule, tile.request), q, count, head);
+      const QueryRows queries{
+          .count = std::min(shape_.max_rows, tile.query_end - q), .first_row = q, .extent = extent};
+      if (is_paged_) {
+        const PagedKvRows keys(kernels_, params_.paged, tile.request, head / group_);
+        attend_rows(state, tile.request, queries, head, keys);
+      } else {
+        const KeyRows keys(kernels_, params_, params_.schedule->cu_seqlens_k[request],
+                           head / group_);
+        attend_rows(state, tile.request, queries, head, keys);
+      }
     }
   }
 
  private:
-  /// Query rows [query, query + count) of the request, head `head`.
-  void attend_rows(AttendState& state, const Request& request, std::int64_t query,
-                   std::int64_t count, std::int64_t head) const {
-    state.begin(count);
-    for (std::int64_t r = 0; r < count; ++r) {
-      const Row q = row_of(params_.q, {request.first_query + query + r, head});
+  template <class Reader>
+  void attend_rows(AttendState& state, std::int32_t request, const QueryRows& queries,
+                   std::int64_t head, const Reader& keys) const {
+    const std::int64_t first_token =
+        params_.schedule->cu_seqlens_q[static_cast<std::size_t>(request)] + queries.first_row;
+    state.begin(queries.count);
+    for (std::int64_t r = 0; r < queries.count; ++r) {
+      const Row q = row_of(params_.q, {first_token + r, head});
       load_row(kernels_, q, shape_.qk_channels, state.query_buffer());
       state.set_query(r, params_.sm_scale * std::numbers::log2e_v<float>);
     }
-    const KeyRows keys(kernels_, params_, request.first_key, head / heads_per_kv_head_);
-    const QueryRows queries{.count = count, .first_row = query, .extent = request.extent};
-    attend_keys(state, queries, params_.variant, {0, request.extent.num_keys}, keys);
-    for (std::int64_t r = 0; r < count; ++r) {
-      const std::int64_t t = request.first_query + query + r;
-      const float lse = state.finish(r, row_of(params_.out, {t, head}));
+    attend_keys(state, queries, params_.variant, {0, queries.extent.num_keys}, keys);
+    const float sink = params_.sinks ? *params_.sinks.ptr<float>({head}) : kNoSink;
+    for (std::int64_t r = 0; r < queries.count; ++r) {
+      const std::int64_t t = first_token + r;
+      const float lse = state.finish(r, row_of(params_.out, {t, head}), sink);
       if (params_.lse) *params_.lse.ptr<float>({head, t}) = lse;
     }
   }
@@ -132,7 +133,8 @@ class Prefill {
   const Kernels& kernels_;
   const AttentionPrefillParams& params_;
   AttendShape shape_;
-  std::int64_t heads_per_kv_head_;
+  bool is_paged_;
+  std::int64_t group_;  ///< Query heads that share keys.
 };
 
 }  // namespace

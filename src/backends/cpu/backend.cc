@@ -17,7 +17,7 @@ void run(const OpContext& ctx, const Params& params) {
   op(kernels, ctx, params);
 }
 
-/// Every op takes every compute dtype, width and stride: none declines.
+/// Every op takes every compute dtype, width and stride, but for what gqa_append says.
 template <const char* isa, const cpu::Kernels& kernels>
 struct Table {
   static constexpr Implementation<RmsNormParams> kRmsNorm{
@@ -26,11 +26,16 @@ struct Table {
                                                     run<kernels, RopeParams, cpu::rope>};
   static constexpr Implementation<KvAppendParams> kKvAppend{
       isa, nullptr, nullptr, run<kernels, KvAppendParams, cpu::kv_append>};
+  static constexpr Implementation<GqaAppendParams> kGqaAppend{
+      isa, cpu::gqa_append_declines, nullptr, run<kernels, GqaAppendParams, cpu::gqa_append>};
   static constexpr Implementation<KvGatherParams> kKvGather{
       isa, nullptr, nullptr, run<kernels, KvGatherParams, cpu::kv_gather>};
   static constexpr Implementation<AttentionPrefillParams> kAttentionPrefill{
       isa, nullptr, cpu::attention_prefill_bytes,
       run<kernels, AttentionPrefillParams, cpu::attention_prefill>};
+  static constexpr Implementation<AttentionDecodeParams> kAttentionDecode{
+      isa, nullptr, cpu::attention_decode_bytes,
+      run<kernels, AttentionDecodeParams, cpu::attention_decode>};
   static constexpr Implementation<MlaDecodeParams> kMlaDecode{
       isa, nullptr, cpu::mla_decode_bytes, run<kernels, MlaDecodeParams, cpu::mla_decode>};
   static constexpr Implementation<MergeStateParams> kMergeState{
@@ -41,8 +46,10 @@ struct Table {
       .rms_norm = {&kRmsNorm, 1},
       .rope = {&kRope, 1},
       .kv_append = {&kKvAppend, 1},
+      .gqa_append = {&kGqaAppend, 1},
       .kv_gather = {&kKvGather, 1},
       .attention_prefill = {&kAttentionPrefill, 1},
+      .attention_decode = {&kAttentionDecode, 1},
       .mla_decode = {&kMlaDecode, 1},
       .merge_state = {&kMergeState, 1},
   };

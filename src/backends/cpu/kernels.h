@@ -12,6 +12,7 @@ namespace fovea::cpu {
 /// Tokens of a tile of keys. Their f32 copy (64 x 592 x 4 bytes = 148 KiB for a latent of 512 + 64)
 /// stays in a 512 KiB L2 beside the scores and what streams through.
 inline constexpr std::int64_t kTileTokens = 64;
+static_assert(kTileTokens <= 64, "a row's mask over a tile is 64 bits");
 /// Rows that are scored at once: their scores (16 KiB) stay in L1 from Q K^T through P V.
 inline constexpr std::int64_t kBlockRows = 64;
 /// Every number of lanes divides it; also the floats of a cache line.
@@ -30,9 +31,10 @@ struct AttendTile {
   float* row_max;  ///< [row vectors][lanes] of the scores so far, base 2.
   float* row_sum;  ///< [row vectors][lanes] of 2^(score - row_max).
   float* scores;   ///< Scratch [row vectors][kTileTokens][lanes].
-  /// [row vectors][lanes]: each row sees the first row_limit tokens of the tile. nullptr: all see
-  /// all.
-  const float* row_limit;
+  /// [rows] bit t: the row sees token t of the tile. nullptr: all see all.
+  const std::uint64_t* row_mask;
+  /// Scores s become soft_cap * tanh(s / soft_cap), both times log2(e); 0: they stay.
+  float soft_cap;
   std::int64_t k_stride;
   std::int64_t v_stride;
   std::int64_t out_stride;

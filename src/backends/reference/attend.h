@@ -10,6 +10,8 @@
 namespace fovea::reference {
 
 inline constexpr double kEmptyLse = -std::numeric_limits<double>::infinity();
+/// A sink of no weight.
+inline constexpr double kNoSink = -std::numeric_limits<double>::infinity();
 
 /// Scratch of attend(), in doubles.
 struct AttendScratch {
@@ -24,10 +26,13 @@ struct QueryRow {
   std::int64_t v_dim;
   KeyInterval keys;
   double sm_scale;
+  double soft_cap;  ///< 0: none.
+  double sink;      ///< kNoSink: none.
 };
 
-/// out [v_dim] = sum_j softmax_j(sm_scale q k_j) v_j; returns lse = log sum_j exp(sm_scale q k_j).
-/// (0, -inf) without keys. Hidden keys are not even read. load_key and load_value give row `key`.
+/// With s_j = sm_scale q k_j, soft-capped: out [v_dim] = sum_j exp(s_j) v_j / (sum_j exp(s_j) +
+/// exp(sink)); returns lse = log sum_j exp(s_j). (0, -inf) without keys. Hidden keys are not even
+/// read. load_key and load_value give row `key`.
 template <class Sees, class LoadKey, class LoadValue>
 double attend(const QueryRow& query, const Sees& sees, const LoadKey& load_key,
               const LoadValue& load_value, const AttendScratch& scratch, double* out) {
@@ -42,6 +47,7 @@ double attend(const QueryRow& query, const Sees& sees, const LoadKey& load_key,
     double score = 0;
     for (std::int64_t d = 0; d < query.qk_dim; ++d) score += query.q[d] * scratch.row[d];
     score *= query.sm_scale;
+    if (query.soft_cap > 0) score = query.soft_cap * std::tanh(score / query.soft_cap);
     scratch.scores[key - begin] = score;
     max = std::fmax(max, score);
     has_nan = has_nan || std::isnan(score);
@@ -57,7 +63,8 @@ double attend(const QueryRow& query, const Sees& sees, const LoadKey& load_key,
     load_value(key, scratch.row);
     for (std::int64_t d = 0; d < query.v_dim; ++d) out[d] += weight * scratch.row[d];
   }
-  for (std::int64_t d = 0; d < query.v_dim; ++d) out[d] /= sum;
+  const double denominator = sum + std::exp(query.sink - max);
+  for (std::int64_t d = 0; d < query.v_dim; ++d) out[d] /= denominator;
   return max + std::log(sum);
 }
 

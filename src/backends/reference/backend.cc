@@ -12,9 +12,12 @@ using Table = Implementation<Params>[1];
 constexpr Table<RmsNormParams> kRmsNorm{{"plain", nullptr, nullptr, reference::rms_norm}};
 constexpr Table<RopeParams> kRope{{"plain", nullptr, nullptr, reference::rope}};
 constexpr Table<KvAppendParams> kKvAppend{{"plain", nullptr, nullptr, reference::kv_append}};
+constexpr Table<GqaAppendParams> kGqaAppend{{"plain", nullptr, nullptr, reference::gqa_append}};
 constexpr Table<KvGatherParams> kKvGather{{"plain", nullptr, nullptr, reference::kv_gather}};
 constexpr Table<AttentionPrefillParams> kAttentionPrefill{
     {"plain", nullptr, reference::attention_prefill_scratch, reference::attention_prefill}};
+constexpr Table<AttentionDecodeParams> kAttentionDecode{
+    {"plain", nullptr, reference::attention_decode_scratch, reference::attention_decode}};
 constexpr Table<MlaDecodeParams> kMlaDecode{
     {"plain", nullptr, reference::mla_decode_scratch, reference::mla_decode}};
 constexpr Table<MergeStateParams> kMergeState{{"plain", nullptr, nullptr, reference::merge_state}};
@@ -24,8 +27,10 @@ constexpr Backend kBackend{
     .rms_norm = kRmsNorm,
     .rope = kRope,
     .kv_append = kKvAppend,
+    .gqa_append = kGqaAppend,
     .kv_gather = kKvGather,
     .attention_prefill = kAttentionPrefill,
+    .attention_decode = kAttentionDecode,
     .mla_decode = kMlaDecode,
     .merge_state = kMergeState,
 };

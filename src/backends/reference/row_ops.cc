@@ -4,6 +4,7 @@
 #include "backends/reference/kernels.h"
 #include "backends/reference/rows.h"
 #include "ops/index_view.h"
+#include "ops/rope_angles.h"
 
 namespace fovea::reference {
 namespace {
@@ -27,23 +28,64 @@ void rms_norm(const OpContext&, const RmsNormParams& p) {
   }
 }
 
+namespace {
+
+/// `value` as an element of `dtype` holds it.
+double rounded(DType dtype, double value) {
+  switch (dtype) {
+    case DType::f16:
+      return widen(narrow<Float16>(static_cast<float>(value)));
+    case DType::bf16:
+      return widen(narrow<BFloat16>(static_cast<float>(value)));
+    default:
+      return static_cast<float>(value);
+  }
+}
+
+/// The first R channels of `x`, turned, to `out`, which may be `x`; rounded to x's dtype first.
+void rotate(const RopeAngles& angles, std::int64_t token, const Row& x, const Row& out) {
+  const std::int64_t pairs = angles.cos_sin.shape[1] / 2;
+  const bool neox = angles.pairing == RopePairing::neox;
+  for (std::int64_t i = 0; i < pairs; ++i) {
+    const std::int64_t axis =
+        angles.sections.multi_axis() ? mrope_axis(angles.sections, i) : std::int64_t{0};
+    const Row cos_sin = row_of(angles.cos_sin, position_of(angles, token, axis));
+    const std::int64_t first = neox ? i : 2 * i;
+    const std::int64_t second = neox ? i + pairs : 2 * i + 1;
+    const double cos = get(cos_sin, i);
+    const double sin = get(cos_sin, pairs + i);
+    const double a = get(x, first);
+    const double b = get(x, second);
+    set(out, first, rounded(x.dtype, a * cos - b * sin));
+    set(out, second, rounded(x.dtype, b * cos + a * sin));
+  }
+}
+
+}  // namespace
+
 void rope(const OpContext&, const RopeParams& p) {
-  const std::int64_t pairs = p.x.shape[2] / 2;
   for (std::int64_t t = 0; t < p.x.shape[0]; ++t) {
-    const Row cos_sin = row_of(p.cos_sin, index_at(p.positions, t));
     for (std::int64_t n = 0; n < p.x.shape[1]; ++n) {
       const Row x = row_of(p.x, t, n);
-      for (std::int64_t i = 0; i < pairs; ++i) {
-        const bool neox = p.pairing == RopePairing::neox;
-        const std::int64_t first = neox ? i : 2 * i;
-        const std::int64_t second = neox ? i + pairs : 2 * i + 1;
-        const double cos = get(cos_sin, i);
-        const double sin = get(cos_sin, pairs + i);
-        const double a = get(x, first);
-        const double b = get(x, second);
-        set(x, first, a * cos - b * sin);
-        set(x, second, b * cos + a * sin);
-      }
+      rotate(p.angles, t, x, x);
+    }
+  }
+}
+
+void gqa_append(const OpContext&, const GqaAppendParams& p) {
+  const std::int64_t heads = p.k.shape[1], key_dim = p.k.shape[2], value_dim = p.v.shape[2];
+  for (std::int64_t t = 0; t < p.k.shape[0]; ++t) {
+    const std::int64_t slot = index_at(p.slot_mapping, t);
+    if (slot == -1) continue;
+    const std::int64_t block = slot / p.k_cache->block_size(), row = slot % p.k_cache->block_size();
+    const Row keys = cache_row(*p.k_cache, block, row);
+    const Row values = cache_row(*p.v_cache, block, row);
+    for (std::int64_t h = 0; h < heads; ++h) {
+      const Row key = row_of(p.k, t, h);
+      const Row stored = part_of(keys, h * key_dim, (h + 1) * key_dim);
+      copy(key, stored);
+      if (p.rope.cos_sin) rotate(p.rope, t, key, stored);
+      copy(row_of(p.v, t, h), part_of(values, h * value_dim, (h + 1) * value_dim));
     }
   }
 }
@@ -74,6 +116,16 @@ void kv_gather(const OpContext&, const KvGatherParams& p) {
   }
 }
 
+namespace {
+
+/// Bit for bit where the factor is 1.
+void copy_scaled(const Row& src, double factor, const Row& dst) {
+  if (factor == 1) return copy(src, dst);
+  for (std::int64_t d = 0; d < src.size; ++d) set(dst, d, get(src, d) * factor);
+}
+
+}  // namespace
+
 void merge_state(const OpContext&, const MergeStateParams& p) {
   const double infinity = std::numeric_limits<double>::infinity();
   const auto is_empty = [&](double lse) { return std::abs(lse) == infinity; };
@@ -85,24 +137,29 @@ void merge_state(const OpContext&, const MergeStateParams& p) {
       const Row result = row_of(p.result.out, t, n);
       const double prefix_lse = *p.prefix.lse.ptr<float>({n, t});
       const double suffix_lse = *p.suffix.lse.ptr<float>({n, t});
+      const double sink = p.sinks ? static_cast<double>(*p.sinks.ptr<float>({n})) : -infinity;
+      // What the sink leaves of the weights that `lse` is of.
+      const auto share = [&](double lse) { return 1 / (1 + std::exp(sink - lse)); };
       double lse = -infinity;
       if (is_empty(prefix_lse) && is_empty(suffix_lse)) {
         for (std::int64_t d = 0; d < width; ++d) set(result, d, 0);
       } else if (is_empty(suffix_lse)) {
-        copy(prefix, result);
         lse = prefix_lse;
+        copy_scaled(prefix, share(lse), result);
       } else if (is_empty(prefix_lse)) {
-        copy(suffix, result);
         lse = suffix_lse;
+        copy_scaled(suffix, share(lse), result);
       } else {
         const double max = std::fmax(prefix_lse, suffix_lse);
         const double prefix_weight = std::exp(prefix_lse - max);
         const double suffix_weight = std::exp(suffix_lse - max);
         const double sum = prefix_weight + suffix_weight;
-        for (std::int64_t d = 0; d < width; ++d) {
-          set(result, d, (prefix_weight * get(prefix, d) + suffix_weight * get(suffix, d)) / sum);
-        }
         lse = max + std::log(sum);
+        const double factor = share(lse) / sum;
+        for (std::int64_t d = 0; d < width; ++d) {
+          set(result, d,
+              (prefix_weight * get(prefix, d) + suffix_weight * get(suffix, d)) * factor);
+        }
       }
       if (p.result.lse) *p.result.lse.ptr<float>({n, t}) = static_cast<float>(lse);
     }

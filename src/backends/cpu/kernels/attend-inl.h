@@ -2,7 +2,8 @@
 // Included inside an instruction set's unit.
 //
 //   S[token][row] = K[token][:] . Q[:][row]          tokens x row vectors in registers
-//   P             = 2^(S - max), masked              row vector by row vector, lane-wise
+//   S             = soft cap of S, -inf where hidden
+//   P             = 2^(S - max)                      row vector by row vector, lane-wise
 //   O[row][:]     = O[row][:] * correction + P V     rows x channel vectors in registers
 //
 // Every sum runs over its index in order, whatever the register tile: a row's bits do not depend on
@@ -85,33 +86,55 @@ void score(const AttendTile& tile) {
   }
 }
 
+/// cap * tanh(score / cap) by tanh(y) = sign(y) (1 - 2^-2cy) / (1 + 2^-2cy) with c = log2(e). What
+/// the difference loses near 0 is 2^-24 of the cap: no more than a score of that size loses.
+void cap_scores(const AttendTile& tile) {
+  const Vec zero = broadcast(0.f);
+  const Vec one = broadcast(1.f);
+  const Vec cap = broadcast(tile.soft_cap);
+  const Vec slope = broadcast(-2.f * 1.44269504f / tile.soft_cap);
+  const std::int64_t row_vectors = (tile.rows + kLanes - 1) / kLanes;
+  for (std::int64_t j = 0; j < row_vectors; ++j) {
+    float* scores = tile.scores + j * kTileTokens * kLanes;
+    for (std::int64_t t = 0; t < tile.tokens; ++t) {
+      const Vec s = load(scores + t * kLanes);
+      const Vec magnitude = select(less(s, zero), sub(zero, s), s);
+      const Vec decay = exp2_nonpositive(mul(magnitude, slope));
+      const Vec capped = mul(cap, div(sub(one, decay), add(one, decay)));
+      store(scores + t * kLanes, select(less(s, zero), sub(zero, capped), capped));
+    }
+  }
+}
+
+/// Scores that a row does not see become -inf, whatever they were. A border tile has few rows times
+/// tokens for all the products that its scores took, so that one by one is fast enough.
+void hide(const AttendTile& tile) {
+  const std::uint64_t all = ~std::uint64_t{0} >> (kTileTokens - tile.tokens);
+  for (std::int64_t r = 0; r < tile.rows; ++r) {
+    float* scores = tile.scores + r / kLanes * (kTileTokens * kLanes) + r % kLanes;
+    for (std::uint64_t hidden = ~tile.row_mask[r] & all; hidden != 0; hidden &= hidden - 1) {
+      scores[__builtin_ctzll(hidden) * kLanes] = -__builtin_inff();
+    }
+  }
+}
+
 /// Scores of one row vector become weights; its maximum and sum advance. Returns what the weights
 /// and values so far shrink by.
-template <bool Border>
 FOVEA_INLINE Vec weigh(const AttendTile& tile, std::int64_t row_vector) {
   const Vec none = broadcast(-__builtin_inff());
-  const Vec zero = broadcast(0.f);
   float* scores = tile.scores + row_vector * kTileTokens * kLanes;  // [tokens][lanes]
   float* row_max = tile.row_max + row_vector * kLanes;
   float* row_sum = tile.row_sum + row_vector * kLanes;
-  const Vec limit = Border ? load(tile.row_limit + row_vector * kLanes) : none;
 
   const Vec old_max = load(row_max);
   Vec new_max = old_max;
-  for (std::int64_t t = 0; t < tile.tokens; ++t) {
-    Vec s = load(scores + t * kLanes);
-    if constexpr (Border) s = select(less(broadcast(static_cast<float>(t)), limit), s, none);
-    new_max = max(s, new_max);
-  }
+  for (std::int64_t t = 0; t < tile.tokens; ++t) new_max = max(load(scores + t * kLanes), new_max);
   // Rows that have seen no key yet: any finite number instead of -inf - -inf.
-  const Vec origin = select(less(none, new_max), new_max, zero);
+  const Vec origin = select(less(none, new_max), new_max, broadcast(0.f));
   const Vec correction = exp2_nonpositive(sub(old_max, origin));
   Vec sum = mul(load(row_sum), correction);
   for (std::int64_t t = 0; t < tile.tokens; ++t) {
-    Vec weight = exp2_nonpositive(sub(load(scores + t * kLanes), origin));
-    if constexpr (Border) {
-      weight = select(less(broadcast(static_cast<float>(t)), limit), weight, zero);
-    }
+    const Vec weight = exp2_nonpositive(sub(load(scores + t * kLanes), origin));
     sum = add(sum, weight);
     store(scores + t * kLanes, weight);
   }
@@ -151,32 +174,48 @@ FOVEA_INLINE void value_tile(const AttendTile& tile, const float* correction, co
   }
 }
 
-/// Tokens that row `row` of the block sees.
-FOVEA_INLINE std::int64_t tokens_seen(const AttendTile& tile, std::int64_t row) {
-  return tile.row_limit ? static_cast<std::int64_t>(tile.row_limit[row]) : tile.tokens;
+/// Where the segment of tokens from `token` on ends: all of its tokens are seen by the same rows.
+template <int Rows>
+FOVEA_INLINE std::int64_t segment_end(const AttendTile& tile, const std::uint64_t* seen,
+                                      std::int64_t token) {
+  std::uint64_t changes = 0;  // Bit t: some row sees one of tokens t and t + 1 alone.
+  for (int r = 0; r < Rows; ++r) changes |= seen[r] ^ seen[r] >> 1;
+  changes = changes >> token << token;
+  const std::int64_t end = changes == 0 ? tile.tokens : __builtin_ctzll(changes) + 1;
+  return end < tile.tokens ? end : tile.tokens;
 }
 
 /// A value is never multiplied by the weight 0 of a row that does not see it: it may be NaN. So
-/// rows share the tokens that all of them see, and take the others of a border tile one by one.
+/// rows share the tokens that all of them see, and take the others of a border tile one by one, in
+/// the order of the tokens all the same.
 template <int Rows, int Vectors>
 FOVEA_INLINE void value_rows(const AttendTile& tile, const float* correction, std::int64_t row,
                              std::int64_t channel) {
   const float* weights = tile.scores + row / kLanes * (kTileTokens * kLanes) + row % kLanes;
   const float* v = tile.v + channel;
   float* out = tile.out + row * tile.out_stride + channel;
-  std::int64_t shared = tokens_seen(tile, row);
-  for (int r = 1; r < Rows; ++r) {
-    const std::int64_t seen = tokens_seen(tile, row + r);
-    shared = seen < shared ? seen : shared;
+  if (!tile.row_mask) {
+    value_tile<Rows, Vectors>(tile, correction + row, weights, v, out, 0, tile.tokens);
+    return;
   }
-  value_tile<Rows, Vectors>(tile, correction + row, weights, v, out, 0, shared);
-  if (Rows == 1 || !tile.row_limit) return;
-  constexpr float kNoCorrection = 1.f;
-  for (int r = 0; r < Rows; ++r) {
-    const std::int64_t seen = tokens_seen(tile, row + r);
-    if (seen == shared) continue;
-    value_tile<1, Vectors>(tile, &kNoCorrection, weights + r, v, out + r * tile.out_stride, shared,
-                           seen);
+  value_tile<Rows, Vectors>(tile, correction + row, weights, v, out, 0, 0);
+  float no_correction[Rows];
+  for (int r = 0; r < Rows; ++r) no_correction[r] = 1.f;
+  const std::uint64_t* seen = tile.row_mask + row;
+  for (std::int64_t begin = 0; begin < tile.tokens;) {
+    const std::int64_t end = segment_end<Rows>(tile, seen, begin);
+    bool shared = true;
+    for (int r = 0; r < Rows; ++r) shared = shared && (seen[r] >> begin & 1) != 0;
+    if (shared) {
+      value_tile<Rows, Vectors>(tile, no_correction, weights, v, out, begin, end);
+    } else {
+      for (int r = 0; r < Rows; ++r) {
+        if ((seen[r] >> begin & 1) == 0) continue;
+        value_tile<1, Vectors>(tile, no_correction, weights + r, v, out + r * tile.out_stride,
+                               begin, end);
+      }
+    }
+    begin = end;
   }
 }
 
@@ -206,12 +245,11 @@ void add_values(const AttendTile& tile, const float* correction) {
 
 void attend(const AttendTile& tile) {
   score(tile);
+  if (tile.soft_cap > 0.f) cap_scores(tile);
+  if (tile.row_mask) hide(tile);
   alignas(64) float correction[kBlockRows];
   const std::int64_t row_vectors = (tile.rows + kLanes - 1) / kLanes;
-  for (std::int64_t j = 0; j < row_vectors; ++j) {
-    const Vec c = tile.row_limit ? weigh<true>(tile, j) : weigh<false>(tile, j);
-    store(correction + j * kLanes, c);
-  }
+  for (std::int64_t j = 0; j < row_vectors; ++j) store(correction + j * kLanes, weigh(tile, j));
   add_values(tile, correction);
 }
 

@@ -30,6 +30,7 @@ FOVEA_INLINE Vec broadcast(float x) { return _mm256_set1_ps(x); }
 FOVEA_INLINE Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
 FOVEA_INLINE Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
 FOVEA_INLINE Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+FOVEA_INLINE Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
 /// a * b + c, fused.
 FOVEA_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 FOVEA_INLINE Mask less(Vec a, Vec b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }

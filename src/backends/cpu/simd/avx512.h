@@ -29,6 +29,7 @@ FOVEA_INLINE Vec broadcast(float x) { return _mm512_set1_ps(x); }
 FOVEA_INLINE Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 FOVEA_INLINE Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
 FOVEA_INLINE Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+FOVEA_INLINE Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 /// a * b + c, fused.
 FOVEA_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 FOVEA_INLINE Mask less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }

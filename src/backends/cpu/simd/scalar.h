@@ -31,6 +31,7 @@ FOVEA_INLINE Vec broadcast(float x) { return Vec{x, x, x, x}; }
 FOVEA_INLINE Vec add(Vec a, Vec b) { return a + b; }
 FOVEA_INLINE Vec sub(Vec a, Vec b) { return a - b; }
 FOVEA_INLINE Vec mul(Vec a, Vec b) { return a * b; }
+FOVEA_INLINE Vec div(Vec a, Vec b) { return a / b; }
 /// a * b + c; not fused here.
 FOVEA_INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
 FOVEA_INLINE Mask less(Vec a, Vec b) { return a < b; }

@@ -1,0 +1,208 @@
+// Decode of any op: work items spread over workers, partial results combined by who comes last.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <numbers>
+
+#include "backends/cpu/attend.h"
+#include "backends/cpu/rows.h"
+#include "fovea/ops.h"
+#include "plan/extents.h"
+
+namespace fovea::cpu {
+
+/// What the decode ops have in common, and the extents of their scratch.
+struct DecodeCall {
+  const DecodeSchedule& schedule;
+  const AttentionVariant& variant;
+  float sm_scale;
+  const TensorView& out;    ///< [T, N, v_channels]
+  const TensorView& lse;    ///< Optional [N, T].
+  const TensorView& sinks;  ///< Optional [N].
+  std::int64_t num_kv_heads;
+  AttendShape shape;  ///< Without max_rows, which finished() fills in.
+
+  std::int64_t num_heads() const { return out.shape[1]; }
+  /// Query heads that share keys.
+  std::int64_t group() const { return num_heads() / num_kv_heads; }
+  std::int64_t workers() const { return std::ssize(schedule.worker_begin) - 1; }
+  /// Rows of all heads of the longest request.
+  std::int64_t request_rows() const { return schedule.max_query_len * num_heads(); }
+  DecodeCall finished() const {
+    DecodeCall call = *this;
+    call.shape.max_rows = std::min(schedule.max_query_len * group(), kMaxRows);
+    call.shape.soft_cap = variant.soft_cap;
+    return call;
+  }
+};
+
+/// Scratch of a finished call, each piece rounded.
+inline std::int64_t split_decode_bytes(const DecodeCall& call) {
+  std::int64_t bytes = Workspace::rounded(call.workers() * AttendState::bytes(call.shape));
+  const std::int64_t partials = call.schedule.num_partials();
+  if (partials == 0) return bytes;
+  const std::int64_t rows = partials * call.request_rows();
+  bytes += Workspace::rounded(rows * call.shape.v_channels * std::int64_t{sizeof(float)});
+  bytes += Workspace::rounded(rows * std::int64_t{sizeof(float)});
+  bytes +=
+      Workspace::rounded(std::ssize(call.schedule.seq_lens) * std::int64_t{sizeof(std::int32_t)});
+  return bytes;
+}
+
+/// One run of a finished call. `Source` has
+///   void load_query(std::int64_t t, std::int64_t n, float* dst): row of shape.qk_channels;
+///   Reader keys(std::int32_t request, std::int64_t kv_head): as attend_keys wants it.
+///
+/// An item's worker takes the key heads one after the other. Rows of one are [query token][group].
+template <class Source>
+class SplitDecode {
+ public:
+  SplitDecode(const Kernels& kernels, const DecodeCall& call, const Source& source,
+              WorkspaceScope& scope)
+      : kernels_(kernels), call_(call), schedule_(call.schedule), source_(source) {
+    state_bytes_ = AttendState::bytes(call.shape);
+    states_ = scope.take_bytes(call.workers() * state_bytes_);
+    const std::int64_t partials = schedule_.num_partials();
+    if (partials == 0) return;
+    const std::int64_t rows = partials * call.request_rows();
+    const std::int64_t requests = std::ssize(schedule_.seq_lens);
+    partial_out_ = scope.take<float>(rows * call.shape.v_channels);
+    partial_lse_ = scope.take<float>(rows);
+    arrived_ = scope.take<std::int32_t>(requests);
+    std::fill_n(arrived_, requests, 0);
+  }
+
+  void run(ThreadPool& pool) {
+    pool.run(call_.workers(), [this](std::int64_t worker) { run_worker(worker); });
+  }
+
+ private:
+  void run_worker(std::int64_t worker) {
+    AttendState state(kernels_, call_.shape, states_ + worker * state_bytes_);
+    const auto w = static_cast<std::size_t>(worker);
+    for (std::int32_t i = schedule_.worker_begin[w]; i < schedule_.worker_begin[w + 1]; ++i) {
+      const WorkItem& item = schedule_.items[static_cast<std::size_t>(i)];
+      for (std::int64_t head = 0; head < call_.num_kv_heads; ++head) run_item(state, item, head);
+      if (item.partial >= 0 && is_last_to_arrive(item.request)) combine(item.request);
+    }
+  }
+
+  void run_item(AttendState& state, const WorkItem& item, std::int64_t kv_head) {
+    const SequenceExtent extent = extent_of(schedule_, item.request);
+    const auto keys = source_.keys(item.request, kv_head);
+    const std::int64_t rows = extent.num_queries * call_.group();
+    for (std::int64_t first = 0; first < rows; first += call_.shape.max_rows) {
+      const QueryRows queries{.count = std::min(call_.shape.max_rows, rows - first),
+                              .rows_per_query = call_.group(),
+                              .first_row = first,
+                              .extent = extent};
+      attend_rows(state, item, kv_head, queries, keys);
+    }
+  }
+
+  template <class Reader>
+  void attend_rows(AttendState& state, const WorkItem& item, std::int64_t kv_head,
+                   const QueryRows& queries, const Reader& keys) {
+    const std::int64_t first_token = first_token_of(item.request);
+    const auto head_of = [&](std::int64_t r) {
+      return kv_head * call_.group() + (queries.first_row + r) % call_.group();
+    };
+    state.begin(queries.count);
+    for (std::int64_t r = 0; r < queries.count; ++r) {
+      source_.load_query(first_token + queries.query_of(r), head_of(r), state.query_buffer());
+      state.set_query(r, call_.sm_scale * std::numbers::log2e_v<float>);
+    }
+    attend_keys(state, queries, call_.variant, {item.kv_begin, item.kv_end}, keys);
+    for (std::int64_t r = 0; r < queries.count; ++r) {
+      const std::int64_t query = queries.query_of(r);
+      const std::int64_t n = head_of(r);
+      if (item.partial >= 0) {
+        const std::int64_t row = partial_row(item.partial, query, n);
+        partial_lse_[row] =
+            state.finish(r, row_of(partial_out_ + row * call_.shape.v_channels), kNoSink);
+      } else {
+        const std::int64_t t = first_token + query;
+        write_lse(t, n, state.finish(r, row_of(call_.out, {t, n}), sink_of(n)));
+      }
+    }
+  }
+
+  /// Who comes last sees what all others of the request wrote.
+  bool is_last_to_arrive(std::int32_t request) {
+    std::atomic_ref<std::int32_t> arrived(arrived_[request]);
+    return arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == partials_of(request).size();
+  }
+
+  void combine(std::int32_t request) const {
+    const std::int64_t queries = extent_of(schedule_, request).num_queries;
+    for (std::int64_t query = 0; query < queries; ++query) {
+      for (std::int64_t n = 0; n < call_.num_heads(); ++n) combine_row(request, query, n);
+    }
+  }
+
+  /// The partials in their order, so that no bit depends on who came last.
+  void combine_row(std::int32_t request, std::int64_t query, std::int64_t n) const {
+    const KeyInterval partials = partials_of(request);
+    const auto lse_of = [&](std::int64_t p) { return partial_lse_[partial_row(p, query, n)]; };
+    float largest = kNoKeys;
+    for (std::int64_t p = partials.begin; p < partials.end; ++p) {
+      largest = std::max(largest, lse_of(p));
+    }
+    // Without any key: a finite origin, so that weights and sum are 0.
+    const float origin = largest == kNoKeys ? 0.f : largest;
+    float sum = 0.f;
+    for (std::int64_t p = partials.begin; p < partials.end; ++p) {
+      sum += std::exp(lse_of(p) - origin);
+    }
+    const float sink = sink_of(n);
+    const float denominator = sink == kNoSink ? sum : sum + std::exp(sink - origin);
+    const float inverse = sum == 0.f ? 0.f : 1.f / denominator;
+
+    const std::int64_t t = first_token_of(request) + query;
+    const Row out = row_of(call_.out, {t, n});
+    const std::int64_t width = call_.shape.v_channels;
+    for (std::int64_t c = 0; c < width; c += kRowChunk) {
+      const std::int64_t count = std::min(kRowChunk, width - c);
+      alignas(64) float total[kRowChunk] = {};
+      for (std::int64_t p = partials.begin; p < partials.end; ++p) {
+        const float* values = partial_out_ + partial_row(p, query, n) * width + c;
+        kernels_.add_weighted(values, std::exp(lse_of(p) - origin), count, total);
+      }
+      store_row(kernels_, total, inverse, count, out.from(c));
+    }
+    write_lse(t, n, sum == 0.f ? kNoKeys : origin + std::log(sum));
+  }
+
+  std::int64_t first_token_of(std::int32_t request) const {
+    return schedule_.query_start_loc[static_cast<std::size_t>(request)];
+  }
+  KeyInterval partials_of(std::int32_t request) const {
+    const auto r = static_cast<std::size_t>(request);
+    return {schedule_.partial_begin[r], schedule_.partial_begin[r + 1]};
+  }
+  std::int64_t partial_row(std::int64_t partial, std::int64_t query, std::int64_t n) const {
+    return partial * call_.request_rows() + query * call_.num_heads() + n;
+  }
+  float sink_of(std::int64_t n) const {
+    return call_.sinks ? *call_.sinks.ptr<float>({n}) : kNoSink;
+  }
+  void write_lse(std::int64_t t, std::int64_t n, float lse) const {
+    if (call_.lse) *call_.lse.ptr<float>({n, t}) = lse;
+  }
+
+  static constexpr float kNoKeys = -std::numeric_limits<float>::infinity();
+
+  const Kernels& kernels_;
+  const DecodeCall& call_;
+  const DecodeSchedule& schedule_;
+  const Source& source_;
+  std::int64_t state_bytes_;
+  std::byte* states_;                ///< [workers][state_bytes]
+  float* partial_out_ = nullptr;     ///< [partials][request_rows][v_channels]
+  float* partial_lse_ = nullptr;     ///< [partials][request_rows]
+  std::int32_t* arrived_ = nullptr;  ///< [requests] partials that are done.
+};
+
+}  // namespace fovea::cpu
