@@ -28,8 +28,9 @@ struct ModelConfig {
   std::int64_t hidden_size = 0;
   MlaDims mla;  ///< Of models with latent attention; else num_heads is 0.
   GqaDims gqa;  ///< Of models with grouped-query attention; else num_heads is 0.
-  std::vector<KvGroupConfig> groups;      ///< Those with layers, at least one.
-  std::vector<std::int32_t> layer_group;  ///< [num_layers] into groups.
+  /// Those with layers, at least one, in the order of their first layers.
+  std::vector<KvGroupConfig> groups;
+  std::vector<std::int32_t> layer_group;  ///< [num_layers] into groups; a Model's of its layers.
   float rms_norm_eps = 1e-6f;             ///< Of input_layernorm and of query and key norms.
   /// Of q_a_layernorm and kv_a_layernorm: these models never pass rms_norm_eps to them.
   float latent_norm_eps = 1e-6f;
@@ -83,7 +84,9 @@ class Model {
   Model& operator=(Model&&) noexcept;
   ~Model();
 
-  const ModelConfig& config() const;  ///< As loaded: sm_scale filled in, rope as its table is.
+  /// As loaded: sm_scale filled in, groups and layer_group of the layers that were asked for, each
+  /// rope as its table is.
+  const ModelConfig& config() const;
   DType dtype() const;
   std::int64_t num_layers() const;
   const DecoderLayer& layer(std::int64_t index) const;

@@ -85,6 +85,12 @@ TensorView Checkpoint::tensor(const std::string& name, std::initializer_list<std
 
 namespace {
 
+/// Scales of a quantised KV cache. A cache of a compute dtype has none, whatever the checkpoint
+/// says.
+bool is_cache_scale(std::string_view name) {
+  return name.ends_with(".k_scale") || name.ends_with(".v_scale") || name.ends_with(".kv_scale");
+}
+
 /// Reads one layer's tensors and remembers which it read.
 class LayerReader {
  public:
@@ -103,7 +109,7 @@ class LayerReader {
     for (const std::string_view name : checkpoint_.names_below(prefix_ + std::string(group))) {
       if (std::find(read_.begin(), read_.end(), name) != read_.end()) continue;
       // Frequencies that old checkpoints stored; config.json gives the same.
-      if (name.ends_with(".rotary_emb.inv_freq")) continue;
+      if (name.ends_with(".rotary_emb.inv_freq") || is_cache_scale(name)) continue;
       const bool scale = name.find("scale") != std::string_view::npos;
       FOVEA_CHECK(!scale, unsupported,
                   "{}: tensor {} belongs to quantised weights, which are not read yet; convert the "
@@ -134,22 +140,20 @@ class LayerReader {
   std::vector<std::string> read_;
 };
 
-/// "model.layers.3.", or "layers.3." where the checkpoint is of the model without its head.
+/// "model.layers.3.", or what stands for it where the checkpoint is of the model without its head,
+/// or of one with vision around the language model.
 std::string layer_prefix(const Checkpoint& checkpoint, std::int64_t layer) {
-  const std::string bare = "layers." + std::to_string(layer) + ".";
-  return checkpoint.has(bare + "input_layernorm.weight") ? bare : "model." + bare;
+  const std::string of_layer = "layers." + std::to_string(layer) + ".";
+  for (const char* model : {"", "language_model.model.", "model.language_model."}) {
+    if (checkpoint.has(model + of_layer + "input_layernorm.weight")) return model + of_layer;
+  }
+  return "model." + of_layer;
 }
 
-}  // namespace
-
-LayerTensors read_layer(Checkpoint& checkpoint, const ModelConfig& config, std::int64_t layer) {
+MlaWeights read_mla(LayerReader& read, const ModelConfig& config) {
   const MlaDims& d = config.mla;
   const std::int64_t q_width = d.num_heads * d.qk_head_dim();
-  LayerReader read(checkpoint, layer_prefix(checkpoint, layer));
-
-  LayerTensors result;
-  MlaWeights& w = result.mla;
-  result.input_layernorm = read("input_layernorm.weight", {d.hidden_size});
+  MlaWeights w;
   if (d.q_lora_rank > 0) {
     w.q_a_proj = read("self_attn.q_a_proj.weight", {d.q_lora_rank, d.hidden_size});
     w.q_a_layernorm = read("self_attn.q_a_layernorm.weight", {d.q_lora_rank});
@@ -167,6 +171,44 @@ LayerTensors read_layer(Checkpoint& checkpoint, const ModelConfig& config, std::
     w.kv_a_bias = read("self_attn.kv_a_proj_with_mqa.bias", {d.latent_dim()});
   }
   if (config.o_bias) w.o_bias = read("self_attn.o_proj.bias", {d.hidden_size});
+  return w;
+}
+
+AttentionWeights read_gqa(LayerReader& read, const ModelConfig& config) {
+  const GqaDims& d = config.gqa;
+  AttentionWeights w;
+  w.q_proj = read("self_attn.q_proj.weight", {d.q_size(), d.hidden_size});
+  w.k_proj = read("self_attn.k_proj.weight", {d.k_size(), d.hidden_size});
+  w.v_proj = read("self_attn.v_proj.weight", {d.v_size(), d.hidden_size});
+  w.o_proj = read("self_attn.o_proj.weight", {d.hidden_size, d.out_size()});
+  if (config.attention_bias) {
+    w.q_bias = read("self_attn.q_proj.bias", {d.q_size()});
+    w.k_bias = read("self_attn.k_proj.bias", {d.k_size()});
+    w.v_bias = read("self_attn.v_proj.bias", {d.v_size()});
+  }
+  if (config.o_bias) w.o_bias = read("self_attn.o_proj.bias", {d.hidden_size});
+  if (config.qk_norm != QkNorm::none) {
+    w.q_norm = read("self_attn.q_norm.weight", {d.head_dim});
+    w.k_norm = read("self_attn.k_norm.weight", {d.head_dim});
+  }
+  if (config.sinks) w.sinks = read("self_attn.sinks", {d.num_heads});
+  return w;
+}
+
+}  // namespace
+
+LayerTensors read_layer(Checkpoint& checkpoint, const ModelConfig& config, std::int64_t layer) {
+  LayerReader read(checkpoint, layer_prefix(checkpoint, layer));
+  LayerTensors result;
+  result.input_layernorm = read("input_layernorm.weight", {config.hidden_size});
+  if (config.post_attention_norm) {
+    result.post_attention_layernorm = read("post_attention_layernorm.weight", {config.hidden_size});
+  }
+  if (config.is_mla()) {
+    result.mla = read_mla(read, config);
+  } else {
+    result.gqa = read_gqa(read, config);
+  }
   read.refuse_unread("self_attn.");
   return result;
 }

@@ -21,7 +21,10 @@ Tensor aligned_copy(const TensorView& view) {
   return copy;
 }
 
-void convert(const TensorView& src, const TensorView& dst, ThreadPool& pool) {
+Tensor converted(const TensorView& src, DType dtype, ThreadPool& pool) {
+  Tensor result =
+      Tensor::empty(dtype, std::span(src.shape.data(), static_cast<std::size_t>(src.ndim)));
+  const TensorView dst = result.view();
   const std::int64_t rows = src.shape[0];
   const std::int64_t tasks = std::min<std::int64_t>(pool.num_threads(), rows);
   pool.run(tasks, [&](std::int64_t task) {
@@ -29,28 +32,46 @@ void convert(const TensorView& src, const TensorView& dst, ThreadPool& pool) {
     const std::int64_t end = rows * (task + 1) / tasks;
     copy(src.slice(0, begin, end), dst.slice(0, begin, end));
   });
+  return result;
+}
+
+/// w from w - 1, with a single rounding.
+Tensor plus_one(const TensorView& stored, DType dtype) {
+  const std::int64_t size = stored.shape[0];
+  Tensor weight = Tensor::empty(DType::f32, {size});
+  copy(stored, weight.view());
+  for (std::int64_t i = 0; i < size; ++i) weight.ptr<float>()[i] += 1.f;
+  if (dtype == DType::f32) return weight;
+  Tensor rounded = Tensor::empty(dtype, {size});
+  copy(weight.view(), rounded.view());
+  return rounded;
+}
+
+/// Whether `view` is one of the norm weights of a layer that may store them as w - 1.
+bool is_norm(const LayerTensors& t, const TensorView& view) {
+  return &view == &t.input_layernorm || &view == &t.post_attention_layernorm ||
+         &view == &t.gqa.q_norm || &view == &t.gqa.k_norm;
 }
 
 }  // namespace
 
-LayerMemory convert_layer(const LayerTensors& layer, DType dtype, ThreadPool& pool) {
+LayerMemory convert_layer(const LayerTensors& layer, DType dtype, NormWeights norms,
+                          ThreadPool& pool) {
   LayerMemory result;
   result.tensors = layer;
   for_each_tensor(result.tensors, [&](TensorView& view) {
-    Tensor aligned;
-    if (!is_aligned(view)) {
-      aligned = aligned_copy(view);
-      view = aligned.view();
+    Tensor owned;
+    auto own = [&](Tensor tensor) {
+      owned = std::move(tensor);
+      view = owned.view();
+    };
+    if (!is_aligned(view)) own(aligned_copy(view));
+    if (norms == NormWeights::plus_one && is_norm(result.tensors, view)) {
+      own(plus_one(view, dtype));
+    } else if (view.dtype != dtype) {
+      own(converted(view, dtype, pool));
     }
-    if (view.dtype != dtype) {
-      Tensor converted =
-          Tensor::empty(dtype, std::span(view.shape.data(), static_cast<std::size_t>(view.ndim)));
-      convert(view, converted.view(), pool);
-      view = converted.view();
-      result.memory.push_back(std::move(converted));
-    } else if (aligned) {
-      result.memory.push_back(std::move(aligned));
-    }
+    if (owned) result.memory.push_back(std::move(owned));
   });
   return result;
 }

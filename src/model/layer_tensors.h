@@ -55,8 +55,15 @@ struct LayerMemory {
   std::vector<Tensor> memory;
 };
 
+/// What becomes of stored norm weights.
+enum class NormWeights {
+  as_stored,
+  plus_one,  ///< Stored as w - 1.
+};
+
 /// Keeps what already has `dtype` and its alignment where it is, and converts the rest, rounding to
 /// nearest even.
-LayerMemory convert_layer(const LayerTensors& layer, DType dtype, ThreadPool& pool);
+LayerMemory convert_layer(const LayerTensors& layer, DType dtype, NormWeights norms,
+                          ThreadPool& pool);
 
 }  // namespace fovea

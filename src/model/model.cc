@@ -80,6 +80,13 @@ Tensor copy_of(const TensorView& vector) {
   return result;
 }
 
+/// Groups come in the order of their first layers: those of the first layers are the first groups.
+void keep_groups_of(ModelConfig& config, std::int64_t num_layers) {
+  config.layer_group.resize(static_cast<std::size_t>(num_layers));
+  const auto last = std::max_element(config.layer_group.begin(), config.layer_group.end());
+  config.groups.resize(static_cast<std::size_t>(*last) + 1);
+}
+
 /// One table for each KV group; none where nothing turns.
 using Rotaries = std::vector<std::shared_ptr<const RotaryEmbedding>>;
 
@@ -145,12 +152,15 @@ Model Model::load(const std::string& name_or_directory, const Options& options) 
     if (state.checkpoint) {
       const LayerTensors tensors = read_layer(*state.checkpoint, state.config, i);
       if (i == 0) state.config.dtype = matrix_dtype(state.config, tensors);
-      state.memory.push_back(convert_layer(tensors, options.dtype, *pool));
+      const NormWeights norms =
+          state.config.norm_weights_minus_one ? NormWeights::plus_one : NormWeights::as_stored;
+      state.memory.push_back(convert_layer(tensors, options.dtype, norms, *pool));
     } else {
       state.memory.push_back(seeded_layer(state.config, options.seed, i, options.dtype, *pool));
     }
   }
 
+  keep_groups_of(state.config, num_layers);
   const Rotaries rotaries = make_rotaries(state.config, options.max_position);
   for (std::size_t i = 0; i < state.memory.size(); ++i) {
     state.layers.push_back(make_layer(state.config, i, state.memory[i].tensors, rotaries, options));

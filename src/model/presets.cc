@@ -1,7 +1,10 @@
-// Published dimensions of well-known models: their config.json, without the checkpoint.
+// Published dimensions of well-known models: their config.json, without the checkpoint. Here those
+// with latent attention.
 #include <cmath>
+#include <utility>
 
 #include "fovea/model.h"
+#include "model/gqa_presets.h"
 
 namespace fovea {
 
@@ -143,11 +146,15 @@ PresetInfo preset(std::string_view name, ModelConfig config) {
 }  // namespace
 
 const std::vector<PresetInfo>& model_presets() {
-  static const std::vector<PresetInfo> presets = {
-      preset("deepseek-v2", deepseek_v2()), preset("deepseek-v2-lite", deepseek_v2_lite()),
-      preset("deepseek-v3", deepseek_v3()), preset("kimi-k2", kimi_k2()),
-      preset("minicpm3-4b", minicpm3_4b()), preset("glm-4.7-flash", glm_4_7_flash()),
-  };
+  static const std::vector<PresetInfo> presets = [] {
+    std::vector<PresetInfo> all = {
+        preset("deepseek-v2", deepseek_v2()), preset("deepseek-v2-lite", deepseek_v2_lite()),
+        preset("deepseek-v3", deepseek_v3()), preset("kimi-k2", kimi_k2()),
+        preset("minicpm3-4b", minicpm3_4b()), preset("glm-4.7-flash", glm_4_7_flash()),
+    };
+    for (PresetInfo& of_gqa : gqa_presets()) all.push_back(std::move(of_gqa));
+    return all;
+  }();
   return presets;
 }
 

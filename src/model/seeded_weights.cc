@@ -2,166 +2,50 @@
 
 #include <algorithm>
 #include <cmath>
-#include <initializer_list>
 #include <span>
 #include <utility>
 #include <vector>
 
 #include "core/check.h"
 #include "core/float_bits.h"
+#include "model/seeded_tensors.h"
 
 namespace fovea {
 
 namespace {
 
-constexpr std::uint64_t kStep = 0x9e3779b97f4a7c15;  // 2^64 / golden ratio
-
-constexpr std::uint64_t mix(std::uint64_t z) {
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
-  return z ^ (z >> 31);
-}
-
-enum class Domain : std::uint64_t { tensor = 1, token = 2 };
-enum class TensorId : std::uint64_t {
-  input_layernorm,
-  q_a_proj,
-  q_a_layernorm,
-  q_b_proj,
-  kv_a_proj,
-  kv_a_layernorm,
-  kv_b_proj,
-  o_proj,
-  q_a_bias,
-  kv_a_bias,
-  o_bias,
-};
-
-std::uint64_t stream_key(Domain domain, std::uint64_t seed, std::uint64_t major,
-                         std::uint64_t minor) {
-  std::uint64_t key = 0;
-  for (const std::uint64_t word : {static_cast<std::uint64_t>(domain), seed, major, minor}) {
-    key = mix((key ^ word) + kStep);
-  }
-  return key;
-}
-
-/// Element `index` of a stream before its scale.
-float centred_sum(std::uint64_t key, std::uint64_t index) {
-  const std::uint64_t h = mix(key + (index + 1) * kStep);
-  constexpr std::int32_t kMean = 2 * 65535;
-  const std::uint64_t sum = (h & 0xffff) + ((h >> 16) & 0xffff) + ((h >> 32) & 0xffff) + (h >> 48);
-  return static_cast<float>(static_cast<std::int32_t>(sum) - kMean);
-}
-
-/// What brings centred_sum to the standard deviation `std`.
-float scale_of(double std) {
-  return static_cast<float>(std / std::sqrt((65536.0 * 65536.0 - 1) / 3));
-}
-
-// Of norm weights, around 1: smallest about 0.13, as a sum ends at 3.5 standard deviations.
-constexpr float kNormSpread = 0.25f;
 // Trained latents have a few channels several times larger than the rest; 1 of 64 here.
 constexpr std::int64_t kOutlierPeriod = 64;
 constexpr std::int64_t kOutlierOffset = 37;
 constexpr float kOutlierGain = 6.f;
-// Heads by index modulo 8. In bf16 a logit is off by a third of a percent of its head's standard
-// deviation, so a row's error grows with these: 4.0 and 3.0 keep the mean over heads above 3 for
-// every preset and the worst of thousands of rows below 1.2e-2 (with 4.5, 1.05e-2 was seen in 83).
-constexpr std::int64_t kHeadPeriod = 8;
-constexpr std::int64_t kPeakedHead = 3;
-constexpr std::int64_t kLocalHead = 5;
-constexpr double kPeakedStd = 4.0;
-constexpr double kPlainStd = 3.0;
-// A local head's logit of a token with itself: about a third of the weight among a thousand keys,
-// so that a lost last token shows.
-constexpr double kLocalLogit = 10.0;
-// Output of about 0.25 per channel: context shows in the next layer without drowning the token.
-constexpr double kOutputStd = 0.5;
-constexpr double kBiasStd = 0.5;
 
-/// Makes float32 rows and stores them in the layer's dtype.
-class LayerMaker {
+/// The weights of a layer with latent attention.
+class MlaMaker {
  public:
-  LayerMaker(const ModelConfig& config, std::uint64_t seed, std::int64_t layer, DType dtype,
-             ThreadPool& pool)
-      : dims_(config.mla), seed_(seed), layer_(layer), dtype_(dtype), pool_(pool) {}
+  MlaMaker(const MlaDims& dims, SeededTensors& tensors) : dims_(dims), tensors_(tensors) {}
 
-  LayerMemory make(bool attention_bias);
+  MlaWeights make(bool attention_bias) const;
 
  private:
-  std::uint64_t key(TensorId id) const {
-    return stream_key(Domain::tensor, seed_, static_cast<std::uint64_t>(layer_),
-                      static_cast<std::uint64_t>(id));
-  }
-
-  /// `row(r, out)` fills out [columns]; a one-dimensional tensor is a single row.
-  template <class Row>
-  TensorView fill(std::initializer_list<std::int64_t> shape, Row&& row) {
-    Tensor tensor = Tensor::empty(dtype_, shape);
-    const std::int64_t rows = shape.size() == 1 ? 1 : *shape.begin();
-    const std::int64_t columns = *(shape.end() - 1);
-    const std::int64_t tasks = std::min<std::int64_t>(pool_.num_threads(), rows);
-    pool_.run(tasks, [&](std::int64_t task) {
-      std::vector<float> values(static_cast<std::size_t>(columns));
-      for (std::int64_t r = rows * task / tasks; r < rows * (task + 1) / tasks; ++r) {
-        row(r, values.data());
-        store(values.data(), columns, tensor.view(), r * columns);
-      }
-    });
-    const TensorView view = tensor.view();
-    result_.memory.push_back(std::move(tensor));
-    return view;
-  }
-
-  TensorView random(TensorId id, std::initializer_list<std::int64_t> shape, double std) {
-    const std::int64_t columns = *(shape.end() - 1);
-    return fill(shape, [=, k = key(id), scale = scale_of(std)](std::int64_t r, float* out) {
-      random_row(k, r, columns, scale, out);
-    });
-  }
-
-  static void random_row(std::uint64_t key, std::int64_t row, std::int64_t columns, float scale,
-                         float* out) {
-    const auto first = static_cast<std::uint64_t>(row * columns);
-    for (std::int64_t c = 0; c < columns; ++c) {
-      out[c] = centred_sum(key, first + static_cast<std::uint64_t>(c)) * scale;
-    }
-  }
-
-  TensorView norm_weight(TensorId id, std::int64_t size, std::int64_t outlier_period);
-  TensorView query_weight(std::int64_t in_features, double input_variance);
-  static void store(const float* values, std::int64_t count, const TensorView& dst,
-                    std::int64_t offset);
+  std::uint64_t key(TensorId id) const { return tensors_.key(id); }
+  TensorView latent_norm(std::int64_t size) const;
+  TensorView query_weight(std::int64_t in_features, double input_variance) const;
 
   const MlaDims& dims_;
-  std::uint64_t seed_;
-  std::int64_t layer_;
-  DType dtype_;
-  ThreadPool& pool_;
-  LayerMemory result_;
+  SeededTensors& tensors_;
 };
 
-void LayerMaker::store(const float* values, std::int64_t count, const TensorView& dst,
-                       std::int64_t offset) {
-  const TensorView src = TensorView::of(values, {count});
-  TensorView row = TensorView::contiguous(dst.data, dst.dtype, {dst.numel()});
-  copy(src, row.slice(0, offset, offset + count));
-}
-
-/// Outliers at kOutlierOffset of every `outlier_period` channels; 0: none.
-TensorView LayerMaker::norm_weight(TensorId id, std::int64_t size, std::int64_t outlier_period) {
-  return fill({size}, [=, k = key(id), unit = scale_of(1)](std::int64_t, float* out) {
-    for (std::int64_t c = 0; c < size; ++c) {
-      out[c] = 1.f + centred_sum(k, static_cast<std::uint64_t>(c)) * unit * kNormSpread;
-      if (outlier_period > 0 && c % outlier_period == kOutlierOffset) out[c] *= kOutlierGain;
-    }
+/// Outliers at kOutlierOffset of every kOutlierPeriod channels.
+TensorView MlaMaker::latent_norm(std::int64_t size) const {
+  return tensors_.fill({size}, [=, k = key(TensorId::kv_a_layernorm)](std::int64_t, float* out) {
+    norm_row(k, size, 1.f, out);
+    for (std::int64_t c = kOutlierOffset; c < size; c += kOutlierPeriod) out[c] *= kOutlierGain;
   });
 }
 
 /// q_b_proj, or q_proj without compression. Keys have unit variance, so a head's logits have the
 /// standard deviation of its queries' entries, times sm_scale sqrt(P + R).
-TensorView LayerMaker::query_weight(std::int64_t in_features, double input_variance) {
+TensorView MlaMaker::query_weight(std::int64_t in_features, double input_variance) const {
   const std::int64_t head_dim = dims_.qk_head_dim();
   const std::int64_t rope_dim = dims_.qk_rope_head_dim;
   const double sm_scale = dims_.sm_scale;
@@ -177,7 +61,7 @@ TensorView LayerMaker::query_weight(std::int64_t in_features, double input_varia
   const std::uint64_t query_key = key(TensorId::q_b_proj);
   const std::uint64_t kv_key = key(TensorId::kv_a_proj);
 
-  return fill({dims_.num_heads * head_dim, in_features}, [&](std::int64_t r, float* out) {
+  return tensors_.fill({dims_.num_heads * head_dim, in_features}, [&](std::int64_t r, float* out) {
     const std::int64_t head = r / head_dim % kHeadPeriod;
     const std::int64_t rope_channel = r % head_dim - dims_.qk_nope_head_dim;
     random_row(query_key, r, in_features, head == kPeakedHead ? peaked : plain, out);
@@ -194,7 +78,7 @@ TensorView LayerMaker::query_weight(std::int64_t in_features, double input_varia
   });
 }
 
-LayerMemory LayerMaker::make(bool attention_bias) {
+MlaWeights MlaMaker::make(bool attention_bias) const {
   const MlaDims& d = dims_;
   const std::int64_t H = d.hidden_size, N = d.num_heads, Lq = d.q_lora_rank, L = d.kv_lora_rank;
   const std::int64_t R = d.qk_rope_head_dim, V = d.v_head_dim;
@@ -208,32 +92,30 @@ LayerMemory LayerMaker::make(bool attention_bias) {
                         (double{kOutlierGain} * double{kOutlierGain} - 1) / static_cast<double>(L));
   const double from_hidden = inv_sqrt(static_cast<double>(H) * spread);
 
-  LayerTensors& t = result_.tensors;
-  MlaWeights& w = t.mla;
-  t.input_layernorm = norm_weight(TensorId::input_layernorm, H, 0);
-  w.kv_a_proj = random(TensorId::kv_a_proj, {L + R, H}, from_hidden);
+  MlaWeights w;
+  w.kv_a_proj = tensors_.random(TensorId::kv_a_proj, {L + R, H}, from_hidden);
   if (Lq > 0) {
     // Its first rows are those of k_pe, from which local heads build their queries.
     const std::int64_t shared = std::min(R, Lq);
     const std::uint64_t query_key = key(TensorId::q_a_proj), kv_key = key(TensorId::kv_a_proj);
-    w.q_a_proj = fill({Lq, H}, [&](std::int64_t r, float* out) {
+    w.q_a_proj = tensors_.fill({Lq, H}, [&](std::int64_t r, float* out) {
       const bool of_key = r < shared;
       random_row(of_key ? kv_key : query_key, of_key ? L + r : r, H, scale_of(from_hidden), out);
     });
-    w.q_a_layernorm = norm_weight(TensorId::q_a_layernorm, Lq, 0);
+    w.q_a_layernorm = tensors_.norm_weight(TensorId::q_a_layernorm, Lq);
   }
   w.q_b_proj = query_weight(Lq > 0 ? Lq : H, spread);
-  w.kv_a_layernorm = norm_weight(TensorId::kv_a_layernorm, L, kOutlierPeriod);
-  w.kv_b_proj = random(TensorId::kv_b_proj, {N * (d.qk_nope_head_dim + V), L},
-                       inv_sqrt(static_cast<double>(L) * latent));
-  w.o_proj =
-      random(TensorId::o_proj, {H, N * V}, kOutputStd * inv_sqrt(static_cast<double>(N * V)));
+  w.kv_a_layernorm = latent_norm(L);
+  w.kv_b_proj = tensors_.random(TensorId::kv_b_proj, {N * (d.qk_nope_head_dim + V), L},
+                                inv_sqrt(static_cast<double>(L) * latent));
+  w.o_proj = tensors_.random(TensorId::o_proj, {H, N * V},
+                             kOutputStd * inv_sqrt(static_cast<double>(N * V)));
   if (attention_bias) {
-    if (Lq > 0) w.q_a_bias = random(TensorId::q_a_bias, {Lq}, kBiasStd);
-    w.kv_a_bias = random(TensorId::kv_a_bias, {L + R}, kBiasStd);
-    w.o_bias = random(TensorId::o_bias, {H}, kBiasStd);
+    if (Lq > 0) w.q_a_bias = tensors_.random(TensorId::q_a_bias, {Lq}, kBiasStd);
+    w.kv_a_bias = tensors_.random(TensorId::kv_a_bias, {L + R}, kBiasStd);
+    w.o_bias = tensors_.random(TensorId::o_bias, {H}, kBiasStd);
   }
-  return std::move(result_);
+  return w;
 }
 
 template <class T>
@@ -248,7 +130,21 @@ void fill_hidden_state(std::uint64_t key, const TensorView& out) {
 
 LayerMemory seeded_layer(const ModelConfig& config, std::uint64_t seed, std::int64_t layer,
                          DType dtype, ThreadPool& pool) {
-  return LayerMaker(config, seed, layer, dtype, pool).make(config.attention_bias);
+  SeededTensors tensors(seed, layer, dtype, pool);
+  LayerMemory result;
+  LayerTensors& t = result.tensors;
+  t.input_layernorm = tensors.norm_weight(TensorId::input_layernorm, config.hidden_size);
+  if (config.post_attention_norm) {
+    t.post_attention_layernorm =
+        tensors.norm_weight(TensorId::post_attention_layernorm, config.hidden_size);
+  }
+  if (config.is_mla()) {
+    t.mla = MlaMaker(config.mla, tensors).make(config.attention_bias);
+  } else {
+    t.gqa = seeded_gqa(config, layer, tensors);
+  }
+  result.memory = std::move(tensors).take_memory();
+  return result;
 }
 
 void token_hidden_state(std::uint64_t seed, std::int64_t token_id, const TensorView& out) {
