@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cstdlib>
 
+#include "ops/gqa_problem.h"
 #include "ops/mla_problem.h"
 #include "ops/prefill_problem.h"
 
@@ -111,16 +112,47 @@ TEST_P(Allocation, AttentionPrefillAllocatesNothing) {
   problem.check();
 }
 
+TEST_P(Allocation, AttentionOverBlocksAllocatesNothing) {
+  GqaShape shape;
+  shape.query_lens = {2, 4, 0};
+  shape.seq_lens = {300, 40, 9};
+  shape.padding_rows = 2;
+  shape.sinks = true;
+  shape.variant.window_left = 100;
+  shape.draft_tree = {1, 2, 1, 3, 5, 9};
+  const GqaProblem problem(shape, dtype());
+  AttentionDecodeParams decode = problem.decode_params();
+  const DecodeSchedule schedule = problem.decode_schedule(ctx(), 3, 16);
+  decode.schedule = &schedule;
+  ctx().workspace->reserve(workspace_bytes(ctx(), decode));
+  EXPECT_EQ(allocations_of([&] { attention_decode(ctx(), decode); }), 0);
+  problem.check();
+
+  shape.draft_tree.clear();
+  const GqaProblem plain(shape, dtype());
+  AttentionPrefillParams prefill = plain.paged_prefill_params();
+  const PrefillSchedule tiles =
+      schedule_prefill(plain.query_start_loc(), plain.cu_k(), 16, shape.variant);
+  prefill.schedule = &tiles;
+  ctx().workspace->reserve(workspace_bytes(ctx(), prefill));
+  EXPECT_EQ(allocations_of([&] { attention_prefill(ctx(), prefill); }), 0);
+  plain.check();
+}
+
 TEST_P(Allocation, OpsOnRowsAllocateNothing) {
   const Tensor x = Tensor::zeros(dtype(), {8, 64}), weight = Tensor::zeros(dtype(), {64});
   EXPECT_EQ(allocations_of([&] { rms_norm(ctx(), {x, weight, x}); }), 0);
 
   const Tensor q = Tensor::zeros(dtype(), {8, 4, 64}), table = Tensor::zeros(DType::f32, {9, 64});
   const Tensor index = Tensor::zeros(DType::i64, {1, 8});
-  EXPECT_EQ(allocations_of([&] { rope(ctx(), {q, index, table, RopePairing::interleaved}); }), 0);
+  EXPECT_EQ(allocations_of([&] {
+              rope(ctx(), {q, {index, table, RopePairing::interleaved, {}}});
+            }),
+            0);
 
   const Tensor lse = Tensor::zeros(DType::f32, {4, 8}), out = Tensor::zeros(dtype(), {8, 4, 64});
-  const MergeStateParams merge{{q, lse}, {q, lse}, {out, lse}};
+  const Tensor sinks = Tensor::zeros(DType::f32, {4});
+  const MergeStateParams merge{{q, lse}, {q, lse}, {out, lse}, sinks};
   EXPECT_EQ(allocations_of([&] { merge_state(ctx(), merge); }), 0);
 
   const PagedKvCache cache =
@@ -130,6 +162,13 @@ TEST_P(Allocation, OpsOnRowsAllocateNothing) {
   const KvAppendParams append{x.view().slice(1, 0, 48), x.view().slice(1, 48, 64),
                               TensorView::of(slots.data(), {8}), &cache};
   EXPECT_EQ(allocations_of([&] { kv_append(ctx(), append); }), 0);
+  const PagedKvCache v_cache =
+      PagedKvCache::allocate({dtype(), 64}, {.num_blocks = 2, .block_size = 4});
+  const Tensor angles = Tensor::zeros(DType::f32, {9, 16});
+  const TensorView heads = x.view().split(1, 2, 32);
+  const GqaAppendParams gqa{heads,  heads,    TensorView::of(slots.data(), {8}),
+                            &cache, &v_cache, {index, angles, RopePairing::neox, {}}};
+  EXPECT_EQ(allocations_of([&] { gqa_append(ctx(), gqa); }), 0);
   const KvGatherParams gather{&cache, {blocks.data(), 1, 2, 2}, starts, lens, x};
   EXPECT_EQ(allocations_of([&] { kv_gather(ctx(), gather); }), 0);
 }

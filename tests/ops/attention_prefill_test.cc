@@ -23,7 +23,7 @@ TEST_P(AttentionPrefill, MatchesFloat64ForAllWidthsAndHeads) {  // F117
         shape.rope = widths.rope;
         shape.value = widths.value;
         shape.heads = shape.kv_heads = heads;
-        shape.causal = causal;
+        shape.variant.causal = causal;
         const bool large = heads * widths.nope > 16 * 128;
         shape.query_lens =
             large ? std::vector<std::int32_t>{3, 5} : std::vector<std::int32_t>{17, 5};
@@ -46,7 +46,7 @@ TEST_P(AttentionPrefill, MatchesFloat64ForRandomRaggedBatches) {
     shape.seed = seed;
     shape.kv_heads = 1 + random_below(seed, 0, 3);
     shape.heads = shape.kv_heads * (1 + random_below(seed, 1, 4));
-    shape.causal = random_below(seed, 2, 3) != 0;
+    shape.variant.causal = random_below(seed, 2, 3) != 0;
     shape.rope = 8 * random_below(seed, 3, 3);
     shape.wide_out = random_below(seed, 4, 2) != 0;
     shape.interleaved_kv = random_below(seed, 5, 2) != 0;

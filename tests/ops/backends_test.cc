@@ -25,8 +25,9 @@ TEST_P(Availability, EveryOpHasOneImplementationThatRuns) {
       if (choice.reason.empty()) running.push_back(choice.op);
     }
     EXPECT_EQ(ops, running);
-    EXPECT_EQ(ops, (std::vector<std::string>{"rms_norm", "rope", "kv_append", "kv_gather",
-                                             "attention_prefill", "mla_decode", "merge_state"}));
+    EXPECT_EQ(ops, (std::vector<std::string>{"rms_norm", "rope", "kv_append", "gqa_append",
+                                             "kv_gather", "attention_prefill", "attention_decode",
+                                             "mla_decode", "merge_state"}));
   }
 }
 

@@ -245,7 +245,7 @@ TEST_P(LargeCache, OffsetsPassThirtyTwoBits) {  // B035, B036, B037
   const Tensor q_pe = Tensor::zeros(dtype(), {1, 1, kRope});
   const Tensor out = Tensor::empty(DType::f32, {1, 1, kLatent});
   const Tensor lse = Tensor::empty(DType::f32, {1, 1});
-  mla_decode_once(ctx(), {q_latent, q_pe, &cache, blocks, out, lse, nullptr, {}, 1.f},
+  mla_decode_once(ctx(), {q_latent, q_pe, &cache, blocks, out, lse, nullptr, {}, 1.f, {}},
                   query_start_loc, lens);
   const std::vector<double> latents = to_doubles(kv_c);
   std::vector<double> mean(static_cast<std::size_t>(kLatent), 0.0);

@@ -53,7 +53,7 @@ TEST_P(MergeState, MatchesFloat64ForAnyStrides) {  // F127
       const State prefix = random_state(++seed, 7, heads, width, 0);
       const State suffix = random_state(++seed, 7, heads, width, 5);
       const State result(dtype(), 7, heads, width, 11);
-      merge_state(ctx(), {prefix.view(), suffix.view(), result.view()});
+      merge_state(ctx(), {prefix.view(), suffix.view(), result.view(), {}});
       expect_merged(expected(prefix.view(), suffix.view()), result.view());
       EXPECT_TRUE(result.out.padding_untouched());
       EXPECT_TRUE(result.lse.padding_untouched());
@@ -72,7 +72,7 @@ TEST_P(MergeState, TransposedStatesAreMerged) {
   const Tensor scattered = Tensor::empty(dtype(), {16, 5, 3});
   const Tensor lse = Tensor::empty(DType::f32, {3, 5});
   const AttentionState result{scattered.view().transpose(0, 1).transpose(1, 2), lse};
-  merge_state(ctx(), {prefix.view(), suffix, result});
+  merge_state(ctx(), {prefix.view(), suffix, result, {}});
   expect_merged(expected(prefix.view(), suffix), result);
 }
 
@@ -85,7 +85,7 @@ TEST_P(MergeState, TheResultMayBeEitherInput) {  // F335
     suffix.lse.view().ptr<float>()[5] = -kInfinity;
     const oracle::AttentionResult merged = expected(prefix.view(), suffix.view());
     const State& target = into_prefix ? prefix : suffix;
-    merge_state(ctx(), {prefix.view(), suffix.view(), target.view()});
+    merge_state(ctx(), {prefix.view(), suffix.view(), target.view(), {}});
     expect_merged(merged, target.view());
     EXPECT_TRUE(target.out.padding_untouched());
   }
@@ -95,7 +95,7 @@ TEST_P(MergeState, TheResultsLseIsOptional) {  // F129
   const State prefix = random_state(1, 4, 2, 16, 0);
   const State suffix = random_state(3, 4, 2, 16, 0);
   const State result(dtype(), 4, 2, 16, 0);
-  merge_state(ctx(), {prefix.view(), suffix.view(), {result.out.view(), {}}});
+  merge_state(ctx(), {prefix.view(), suffix.view(), {result.out.view(), {}}, {}});
   EXPECT_TRUE(rows_close(expected(prefix.view(), suffix.view()).out, result.out,
                          row_tolerance(dtype(), 8)));
   EXPECT_TRUE(std::isnan(*result.lse.view().ptr<float>()));
@@ -113,7 +113,7 @@ TEST_P(MergeState, TwoEmptyStatesMakeAnEmptyOne) {  // F128, F340, B001
           *suffix.lse.view().ptr<float>({n, t}) = b;
         }
       }
-      merge_state(ctx(), {prefix.view(), suffix.view(), result.view()});
+      merge_state(ctx(), {prefix.view(), suffix.view(), result.view(), {}});
       EXPECT_TRUE(all_zero(result.out));
       for (double x : to_doubles(result.lse)) EXPECT_EQ(x, -kInfinity);
     }
@@ -132,7 +132,7 @@ TEST_P(MergeState, AnEmptyStateLeavesTheOtherBitForBit) {  // B002, B003, B013
       *full.lse.view().ptr<float>({1, 1}) = -1e30f;  // Finite, however small.
       const auto [prefix, suffix] = prefix_is_empty ? std::pair(none.view(), full.view())
                                                     : std::pair(full.view(), none.view());
-      merge_state(ctx(), {prefix, suffix, result.view()});
+      merge_state(ctx(), {prefix, suffix, result.view(), {}});
       EXPECT_TRUE(bits_equal(full.out, result.out));
       EXPECT_TRUE(bits_equal(full.lse, result.lse));
     }
@@ -143,7 +143,7 @@ TEST_P(MergeState, EmptyRowsAmongOthersDoNotDisturbThem) {  // B003
   const State prefix = random_state(1, 64, 8, 64, 0);
   const State suffix = random_state(3, 64, 8, 64, 0);
   const State result(dtype(), 64, 8, 64, 0), clean(dtype(), 64, 8, 64, 0);
-  merge_state(ctx(), {prefix.view(), suffix.view(), clean.view()});
+  merge_state(ctx(), {prefix.view(), suffix.view(), clean.view(), {}});
   std::vector<bool> is_empty(64 * 8, false);
   for (std::size_t row = 0; row < is_empty.size(); ++row) {
     const auto t = static_cast<std::int64_t>(row) / 8, n = static_cast<std::int64_t>(row) % 8;
@@ -153,7 +153,7 @@ TEST_P(MergeState, EmptyRowsAmongOthersDoNotDisturbThem) {  // B003
     const float empty = kind > 4 ? kInfinity : -kInfinity;
     *prefix.lse.view().ptr<float>({n, t}) = *suffix.lse.view().ptr<float>({n, t}) = empty;
   }
-  merge_state(ctx(), {prefix.view(), suffix.view(), result.view()});
+  merge_state(ctx(), {prefix.view(), suffix.view(), result.view(), {}});
   for (std::size_t row = 0; row < is_empty.size(); ++row) {
     const auto t = static_cast<std::int64_t>(row) / 8, n = static_cast<std::int64_t>(row) % 8;
     const TensorView got = result.out.view().select(0, t).select(0, n);
@@ -173,7 +173,7 @@ TEST_P(MergeState, WeightsAreOfTheNaturalLogarithm) {  // F341, B015
   assign(suffix.out, std::vector<double>(8, 1.0));
   *prefix.lse.view().ptr<float>() = std::log(3072.f);
   *suffix.lse.view().ptr<float>() = std::log(64.f);
-  merge_state(ctx(), {prefix.view(), suffix.view(), result.view()});
+  merge_state(ctx(), {prefix.view(), suffix.view(), result.view(), {}});
   EXPECT_TRUE(values_close(std::vector<double>(8, 64.0 / 3136.0), result.out, 1e-6));
   EXPECT_TRUE(values_close(std::vector<double>{std::log(3136.0)}, result.lse, 1e-6));
 }
@@ -187,7 +187,7 @@ TEST_P(MergeState, FarApartStatesNeitherOverflowNorVanish) {
     *prefix.lse.view().ptr<float>({n, 0}) = prefix_lse[n];
     *suffix.lse.view().ptr<float>({n, 0}) = suffix_lse[n];
   }
-  merge_state(ctx(), {prefix.view(), suffix.view(), result.view()});
+  merge_state(ctx(), {prefix.view(), suffix.view(), result.view(), {}});
   expect_merged(expected(prefix.view(), suffix.view()), result.view());
 }
 
@@ -195,7 +195,7 @@ TEST_P(MergeState, ANaNPartMakesItsRowNaN) {
   const State prefix = random_state(1, 3, 2, 16, 0), suffix = random_state(3, 3, 2, 16, 0);
   const State result(dtype(), 3, 2, 16, 0);
   *suffix.lse.view().ptr<float>({1, 2}) = std::numeric_limits<float>::quiet_NaN();
-  merge_state(ctx(), {prefix.view(), suffix.view(), result.view()});
+  merge_state(ctx(), {prefix.view(), suffix.view(), result.view(), {}});
   for (std::int64_t t = 0; t < 3; ++t) {
     for (std::int64_t n = 0; n < 2; ++n) {
       const bool expect_nan = t == 2 && n == 1;
@@ -207,6 +207,41 @@ TEST_P(MergeState, ANaNPartMakesItsRowNaN) {
   }
 }
 
+TEST_P(MergeState, ASinkJoinsTheDenominatorAndNotTheLse) {  // F245
+  const State prefix = random_state(1, 7, 5, 40, 2), suffix = random_state(3, 7, 5, 40, 4);
+  // Empty on one side, on the other, on both: a sink never brings a row to life.
+  *prefix.lse.view().ptr<float>({0, 1}) = -kInfinity;
+  *suffix.lse.view().ptr<float>({1, 2}) = kInfinity;
+  *prefix.lse.view().ptr<float>({2, 3}) = *suffix.lse.view().ptr<float>({2, 3}) = -kInfinity;
+  const Tensor strided = Tensor::empty(DType::f32, {5, 2});
+  const TensorView sinks = strided.view().select(1, 1);
+  assign(sinks, std::vector<double>{2, -1, 0.5, -kInfinity, 90});
+  oracle::AttentionResult a = doubles(prefix.view()), b = doubles(suffix.view());
+  b.lse[1 * 7 + 2] = -kInfinity;
+  const std::vector<double> sink_values = to_doubles(sinks);
+  const oracle::AttentionResult merged = oracle::merge(a, b, 5, 7, 40, sink_values);
+  for (bool in_place : {false, true}) {
+    const State result(dtype(), 7, 5, 40, 3);
+    const AttentionState target = in_place ? suffix.view() : result.view();
+    merge_state(ctx(), {prefix.view(), suffix.view(), target, sinks});
+    const double roundoff = unit_roundoff(dtype());
+    EXPECT_TRUE(rows_close(merged.out, target.out, {8 * roundoff, 4 * roundoff}));
+    EXPECT_TRUE(values_close(merged.lse, target.lse, 2e-6, 1e-6));
+    EXPECT_TRUE(all_zero(target.out.select(0, 3).select(0, 2)));
+  }
+}
+
+TEST_P(MergeState, ASinkOfMinusInfinityIsNone) {
+  const State prefix = random_state(1, 6, 3, 37, 4), suffix = random_state(3, 6, 3, 37, 1);
+  const State with(dtype(), 6, 3, 37, 3), without(dtype(), 6, 3, 37, 3);
+  const Tensor sinks = Tensor::empty(DType::f32, {3});
+  assign(sinks, std::vector<double>(3, -kInfinity));
+  merge_state(ctx(), {prefix.view(), suffix.view(), with.view(), sinks});
+  merge_state(ctx(), {prefix.view(), suffix.view(), without.view(), {}});
+  EXPECT_TRUE(bits_equal(without.out, with.out));
+  EXPECT_TRUE(bits_equal(without.lse, with.lse));
+}
+
 TEST_P(MergeState, EachStateHasItsOwnDType) {
   for (DType prefix_dtype : {DType::f32, DType::f16, DType::bf16}) {
     const State prefix = random_state(1, 5, 3, 40, 1, prefix_dtype);
@@ -214,7 +249,7 @@ TEST_P(MergeState, EachStateHasItsOwnDType) {
     const State result(dtype(), 5, 3, 40, 3);
     *prefix.lse.view().ptr<float>({0, 0}) = -kInfinity;
     *suffix.lse.view().ptr<float>({1, 1}) = -kInfinity;
-    merge_state(ctx(), {prefix.view(), suffix.view(), result.view()});
+    merge_state(ctx(), {prefix.view(), suffix.view(), result.view(), {}});
     expect_merged(expected(prefix.view(), suffix.view()), result.view());
   }
 }

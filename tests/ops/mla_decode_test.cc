@@ -45,7 +45,7 @@ TEST_P(MlaDecode, MatchesFloat64ForRandomRaggedBatches) {
     shape.seed = seed;
     shape.heads = 1 + random_below(seed, 0, 6);
     shape.block_size = kBlockSizes[random_below(seed, 1, 5)];
-    shape.causal = random_below(seed, 2, 3) != 0;
+    shape.variant.causal = random_below(seed, 2, 3) != 0;
     shape.layout = static_cast<QueryLayout>(random_below(seed, 3, 4));
     shape.wide_out = random_below(seed, 4, 2) != 0;
     shape.padding_rows = random_below(seed, 5, 4);

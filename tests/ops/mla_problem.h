@@ -1,15 +1,14 @@
 // A paged MLA decode problem where every byte that nobody owns is NaN, and its float64 answer.
 #pragma once
 
-#include <algorithm>
 #include <limits>
 #include <memory>
-#include <numeric>
 #include <vector>
 
 #include "fovea/ops.h"
 #include "fovea/oracle.h"
 #include "ops/backend_test.h"
+#include "ops/paged_rows.h"
 
 namespace fovea::test {
 
@@ -30,19 +29,14 @@ struct MlaShape {
   std::vector<std::int32_t> seq_lens{33};
   std::int64_t padding_rows = 0;
   QueryLayout layout = QueryLayout::separate;
-  bool causal = true;
-  bool wide_out = false;              ///< out in f32 whatever the query's dtype.
-  double logit_stddev = 3;            ///< As real heads have: some peaked, some flat.
-  DType cache_dtype = DType::u8;      ///< u8 stands for the query's.
-  std::int64_t block_gap_bytes = 96;  ///< NaN bytes between blocks.
+  AttentionVariant variant;
+  bool sinks = false;
+  std::vector<std::uint64_t> draft_tree;  ///< Of all query tokens.
+  bool wide_out = false;                  ///< out in f32 whatever the query's dtype.
+  double logit_stddev = 3;                ///< As real heads have: some peaked, some flat.
+  DType cache_dtype = DType::u8;          ///< u8 stands for the query's.
   std::uint64_t seed = 1;
 };
-
-inline std::vector<std::int32_t> offsets_of(const std::vector<std::int32_t>& lens) {
-  std::vector<std::int32_t> offsets{0};
-  for (std::int32_t len : lens) offsets.push_back(offsets.back() + len);
-  return offsets;
-}
 
 class MlaProblem {
  public:
@@ -62,25 +56,22 @@ class MlaProblem {
   const TensorView& lse() const { return *lse_; }
   std::int64_t tokens() const { return tokens_; }
 
-  /// Cached row of a request's key.
+  /// Cached row of a request's key that some query sees.
   TensorView key_row(std::int64_t request, std::int64_t key) const {
-    const std::int64_t block =
-        table_[static_cast<std::size_t>(request * table_width_ + key / shape_.block_size)];
-    return TensorView::contiguous(cache_.row(block, key % shape_.block_size), cache_.format().dtype,
-                                  {shape_.latent + shape_.rope});
+    return rows_->row(request, key);
   }
 
   MlaDecodeParams params() const {
     MlaDecodeParams params;
     params.q_latent = q_latent_;
     params.q_pe = q_pe_;
-    params.cache = &cache_;
-    params.block_table = {table_.data(), static_cast<std::int64_t>(shape_.seq_lens.size()),
-                          table_width_, table_width_};
+    params.cache = &rows_->cache();
+    params.block_table = rows_->table();
     params.out = *out_;
     params.lse = *lse_;
-    params.variant.causal = shape_.causal;
+    params.variant = shape_.variant;
     params.sm_scale = sm_scale_;
+    if (shape_.sinks) params.sinks = *sinks_;
     return params;
   }
 
@@ -89,7 +80,8 @@ class MlaProblem {
     PlanTarget target = ctx.plan_target;
     if (workers > 0) target.num_workers = workers;
     target.decode_kv_tile = kv_tile;
-    const DecodeSchedule schedule = schedule_decode(query_start_loc_, shape_.seq_lens, target);
+    const DecodeSchedule schedule = schedule_decode(query_start_loc_, shape_.seq_lens, target,
+                                                    shape_.variant, shape_.draft_tree);
     MlaDecodeParams planned = params();
     planned.schedule = &schedule;
     ctx.workspace->reserve(workspace_bytes(ctx, planned));
@@ -107,32 +99,20 @@ class MlaProblem {
     EXPECT_TRUE(rows_close(out, *out_, tolerance));
     EXPECT_TRUE(values_close(lse, *lse_, kLseAbsolute, kLseRelative));
   }
-  void check() const {
-    check(attention_tolerance(cache_.format().dtype == DType::f32 ? dtype_ : coarser()));
-  }
+  void check() const { check(attention_tolerance(coarser())); }
 
   /// out [T, N, L] and lse [N, T] in float64, padding rows included.
   oracle::AttentionResult expected() const {
     const std::int64_t heads = shape_.heads, latent = shape_.latent;
-    const std::int64_t row = latent + shape_.rope;
     oracle::AttentionResult all;
     all.out.assign(static_cast<std::size_t>(tokens_ * heads * latent), 0.0);
     all.lse.assign(static_cast<std::size_t>(heads * tokens_),
                    -std::numeric_limits<double>::infinity());
     for (std::size_t r = 0; r < shape_.seq_lens.size(); ++r) {
-      const std::int64_t queries = shape_.query_lens[r], first = query_start_loc_[r];
+      const RequestRows request = rows_of(r);
+      const std::int64_t queries = request.num_queries, first = query_start_loc_[r];
       if (queries == 0) continue;
-      const std::int64_t keys = shape_.seq_lens[r];
-      const std::vector<double> q = request_queries(first, queries);
-      std::vector<double> k, v;
-      for (std::int64_t j = 0; j < keys; ++j) {
-        const std::vector<double> cached = to_doubles(key_row(static_cast<std::int64_t>(r), j));
-        k.insert(k.end(), cached.begin(), cached.end());
-        v.insert(v.end(), cached.begin(), cached.begin() + latent);
-      }
-      const oracle::AttentionResult one =
-          oracle::attention({queries, keys, heads, 1, row, latent, static_cast<double>(sm_scale_),
-                             shape_.causal, q, k, v});
+      const oracle::AttentionResult one = expected_of(r, request);
       std::copy(one.out.begin(), one.out.end(), all.out.begin() + first * heads * latent);
       for (std::int64_t n = 0; n < heads; ++n) {
         std::copy_n(one.lse.begin() + n * queries, queries, all.lse.begin() + n * tokens_ + first);
@@ -142,10 +122,51 @@ class MlaProblem {
   }
 
  private:
+  RequestRows rows_of(std::size_t r) const {
+    RequestRows rows{shape_.query_lens[r], shape_.seq_lens[r], {}};
+    if (!shape_.draft_tree.empty()) {
+      rows.tree = std::span(shape_.draft_tree)
+                      .subspan(static_cast<std::size_t>(query_start_loc_[r]),
+                               static_cast<std::size_t>(rows.num_queries));
+    }
+    return rows;
+  }
+
+  oracle::AttentionResult expected_of(std::size_t r, const RequestRows& request) const {
+    const std::int64_t row = shape_.latent + shape_.rope;
+    const std::vector<double> q = request_queries(query_start_loc_[r], request.num_queries);
+    // What no query sees is NaN.
+    std::vector<double> k(static_cast<std::size_t>(request.num_keys * row), std::nan(""));
+    std::vector<double> v(static_cast<std::size_t>(request.num_keys * shape_.latent), std::nan(""));
+    for (std::int64_t j = request.first_key(shape_.variant); j < request.num_keys; ++j) {
+      const std::vector<double> cached = to_doubles(key_row(static_cast<std::int64_t>(r), j));
+      std::copy(cached.begin(), cached.end(), k.begin() + j * row);
+      std::copy_n(cached.begin(), shape_.latent, v.begin() + j * shape_.latent);
+    }
+    std::vector<double> sinks;
+    if (shape_.sinks) sinks = to_doubles(*sinks_);
+    return oracle::attention({.num_queries = request.num_queries,
+                              .num_keys = request.num_keys,
+                              .num_heads = shape_.heads,
+                              .num_kv_heads = 1,
+                              .qk_dim = row,
+                              .v_dim = shape_.latent,
+                              .sm_scale = static_cast<double>(sm_scale_),
+                              .causal = shape_.variant.causal,
+                              .window_left = shape_.variant.window_left,
+                              .attention_chunk = shape_.variant.attention_chunk,
+                              .soft_cap = static_cast<double>(shape_.variant.soft_cap),
+                              .sinks = sinks,
+                              .draft_tree = request.tree,
+                              .q = q,
+                              .k = k,
+                              .v = v});
+  }
+
   /// Of the query's dtype and the cache's, the one with fewer bits of mantissa.
   DType coarser() const {
-    return unit_roundoff(dtype_) > unit_roundoff(cache_.format().dtype) ? dtype_
-                                                                        : cache_.format().dtype;
+    const DType cached = rows_->cache().format().dtype;
+    return unit_roundoff(dtype_) > unit_roundoff(cached) ? dtype_ : cached;
   }
 
   std::vector<double> request_queries(std::int64_t first, std::int64_t queries) const {
@@ -210,43 +231,18 @@ class MlaProblem {
   }
 
   void make_cache() {
+    std::vector<OwnedKeys> owned;
+    for (std::size_t r = 0; r < shape_.seq_lens.size(); ++r) {
+      owned.push_back({rows_of(r).first_key(shape_.variant), shape_.seq_lens[r]});
+    }
     const KvFormat format{shape_.cache_dtype == DType::u8 ? dtype_ : shape_.cache_dtype,
                           shape_.latent + shape_.rope};
-    std::int64_t needed = 0;
-    table_width_ = 2;  // Two columns behind what the longest request needs.
-    for (std::int32_t len : shape_.seq_lens) {
-      const std::int64_t blocks = (len + shape_.block_size - 1) / shape_.block_size;
-      needed += blocks;
-      table_width_ = std::max(table_width_, blocks + 2);
-    }
-    KvCacheLayout layout;
-    layout.num_blocks = needed + 3;
-    layout.block_size = shape_.block_size;
-    layout.row_stride = format.row_bytes();
-    layout.block_stride = shape_.block_size * format.row_bytes() + shape_.block_gap_bytes;
-    layout.storage_offset = 64;
-    const std::int64_t bytes = PagedKvCache::required_bytes(format, layout);
-    cache_memory_ = Tensor::empty(DType::u8, {bytes});
-    poison_bytes(cache_memory_.view().data, bytes);
-    cache_ = PagedKvCache::view(cache_memory_.view().data, format, layout);
-
-    // A random permutation deals the blocks; everything behind a request's last one is garbage.
-    std::vector<std::int32_t> blocks(static_cast<std::size_t>(layout.num_blocks));
-    std::iota(blocks.begin(), blocks.end(), 0);
-    for (std::size_t i = blocks.size(); i > 1; --i) {
-      std::swap(blocks[i - 1], blocks[static_cast<std::size_t>(random_below(
-                                   shape_.seed + 2, i, static_cast<std::int64_t>(i)))]);
-    }
-    table_.assign(shape_.seq_lens.size() * static_cast<std::size_t>(table_width_), 0x7fffff00);
-    std::size_t next = 0;
-    for (std::size_t r = 0; r < shape_.seq_lens.size(); ++r) {
-      if (shape_.query_lens[r] == 0) continue;  // Nothing of it may be read.
-      const std::int64_t len = shape_.seq_lens[r];
-      for (std::int64_t b = 0; b * shape_.block_size < len; ++b) {
-        table_[r * static_cast<std::size_t>(table_width_) + static_cast<std::size_t>(b)] =
-            blocks[next++];
-      }
-      for (std::int64_t j = 0; j < len; ++j) {
+    rows_ = std::make_unique<PagedRows>(
+        PagedRows::Options{
+            .format = format, .block_size = shape_.block_size, .seed = shape_.seed + 2},
+        owned);
+    for (std::size_t r = 0; r < owned.size(); ++r) {
+      for (std::int64_t j = owned[r].begin; j < owned[r].end; ++j) {
         fill_normal(key_row(static_cast<std::int64_t>(r), j),
                     shape_.seed + 1000 * (r + 1) + static_cast<std::uint64_t>(j));
       }
@@ -259,6 +255,9 @@ class MlaProblem {
         std::initializer_list<std::int64_t>{tokens_, shape_.heads, shape_.latent});
     lse_ = std::make_unique<PaddedTensor>(
         DType::f32, std::initializer_list<std::int64_t>{shape_.heads, tokens_});
+    sinks_ = std::make_unique<PaddedTensor>(DType::f32,
+                                            std::initializer_list<std::int64_t>{shape_.heads});
+    fill_normal(*sinks_, shape_.seed + 3, 2);
   }
 
   MlaShape shape_;
@@ -268,11 +267,8 @@ class MlaProblem {
   float sm_scale_ = 0;
   std::vector<PaddedTensor> query_memory_;
   TensorView q_latent_, q_pe_;
-  Tensor cache_memory_;
-  PagedKvCache cache_;
-  std::vector<std::int32_t> table_;
-  std::int64_t table_width_ = 0;
-  std::unique_ptr<PaddedTensor> out_, lse_;
+  std::unique_ptr<PagedRows> rows_;
+  std::unique_ptr<PaddedTensor> out_, lse_, sinks_;
 };
 
 }  // namespace fovea::test

@@ -8,7 +8,7 @@
 #include "fovea/ops.h"
 #include "fovea/oracle.h"
 #include "ops/backend_test.h"
-#include "ops/mla_problem.h"
+#include "ops/paged_rows.h"
 
 namespace fovea::test {
 
@@ -21,7 +21,8 @@ struct PrefillShape {
   std::vector<std::int32_t> query_lens{20};
   std::vector<std::int32_t> seq_lens{20};
   std::int64_t padding_rows = 0;
-  bool causal = true;
+  AttentionVariant variant;
+  bool sinks = false;
   bool wide_out = false;
   bool interleaved_kv = false;  ///< k and v are slices of one [Tk, Hk, nope + value], as expanded.
   double logit_stddev = 3;
@@ -43,12 +44,14 @@ class PrefillProblem {
         k_pe_(dtype, {keys_, std::max<std::int64_t>(shape.rope, 1)}),
         v_(dtype, {keys_, shape.kv_heads, shape.value}),
         out_(shape.wide_out ? DType::f32 : dtype, {tokens_, shape.heads, shape.value}),
-        lse_(DType::f32, {shape.heads, tokens_}) {
+        lse_(DType::f32, {shape.heads, tokens_}),
+        sinks_(DType::f32, {shape.heads}) {
     // Rows behind the last request stay NaN.
     fill_normal(q_.view().slice(0, 0, cu_q_.back()), shape.seed, shape.logit_stddev);
     fill_normal(k().slice(0, 0, cu_k_.back()), shape.seed + 1);
     fill_normal(v().slice(0, 0, cu_k_.back()), shape.seed + 2);
     if (shape.rope > 0) fill_normal(k_pe_.view().slice(0, 0, cu_k_.back()), shape.seed + 3);
+    fill_normal(sinks_, shape.seed + 4, 2);
     sm_scale_ = static_cast<float>(1 / std::sqrt(static_cast<double>(shape.nope + shape.rope)));
   }
 
@@ -63,6 +66,7 @@ class PrefillProblem {
   TensorView k_pe() const { return shape_.rope > 0 ? k_pe_.view() : TensorView{}; }
   const TensorView& out() const { return out_; }
   const TensorView& lse() const { return lse_; }
+  const TensorView& sinks() const { return sinks_; }
   const std::vector<std::int32_t>& cu_q() const { return cu_q_; }
   const std::vector<std::int32_t>& cu_k() const { return cu_k_; }
   void set_sm_scale(float sm_scale) { sm_scale_ = sm_scale; }
@@ -75,8 +79,9 @@ class PrefillProblem {
     params.v = v();
     params.out = out_;
     params.lse = lse_;
-    params.variant.causal = shape_.causal;
+    params.variant = shape_.variant;
     params.sm_scale = sm_scale_;
+    if (shape_.sinks) params.sinks = sinks_;
     return params;
   }
 
@@ -107,6 +112,8 @@ class PrefillProblem {
     all.out.assign(static_cast<std::size_t>(tokens_ * heads * value), 0.0);
     all.lse.assign(static_cast<std::size_t>(heads * tokens_),
                    -std::numeric_limits<double>::infinity());
+    std::vector<double> sinks;
+    if (shape_.sinks) sinks = to_doubles(sinks_);
     for (std::size_t r = 0; r < shape_.seq_lens.size(); ++r) {
       const std::int64_t first = cu_q_[r], queries = shape_.query_lens[r];
       const std::int64_t keys = shape_.seq_lens[r];
@@ -115,8 +122,21 @@ class PrefillProblem {
       const std::vector<double> k = whole_keys(cu_k_[r], keys);
       const std::vector<double> v = to_doubles(this->v().slice(0, cu_k_[r], cu_k_[r] + keys));
       const oracle::AttentionResult one =
-          oracle::attention({queries, keys, heads, shape_.kv_heads, shape_.nope + shape_.rope,
-                             value, static_cast<double>(sm_scale_), shape_.causal, q, k, v});
+          oracle::attention({.num_queries = queries,
+                             .num_keys = keys,
+                             .num_heads = heads,
+                             .num_kv_heads = shape_.kv_heads,
+                             .qk_dim = shape_.nope + shape_.rope,
+                             .v_dim = value,
+                             .sm_scale = static_cast<double>(sm_scale_),
+                             .causal = shape_.variant.causal,
+                             .window_left = shape_.variant.window_left,
+                             .attention_chunk = shape_.variant.attention_chunk,
+                             .soft_cap = static_cast<double>(shape_.variant.soft_cap),
+                             .sinks = sinks,
+                             .q = q,
+                             .k = k,
+                             .v = v});
       std::copy(one.out.begin(), one.out.end(), all.out.begin() + first * heads * value);
       for (std::int64_t n = 0; n < heads; ++n) {
         std::copy_n(one.lse.begin() + n * queries, queries, all.lse.begin() + n * tokens_ + first);
@@ -147,7 +167,7 @@ class PrefillProblem {
   DType dtype_;
   std::vector<std::int32_t> cu_q_, cu_k_;
   std::int64_t tokens_, keys_;
-  PaddedTensor q_, kv_, k_, k_pe_, v_, out_, lse_;
+  PaddedTensor q_, kv_, k_, k_pe_, v_, out_, lse_, sinks_;
   float sm_scale_ = 0;
 };
 

@@ -124,7 +124,7 @@ TEST_P(Rope, TurnsPairsOfBothKinds) {  // F279, B153, B159
         const PaddedTensor x(dtype(), {5, heads, dim});
         fill_normal(x, 1);
         const std::vector<double> expected = rotated(x, positions, table, pairing);
-        rope(ctx(), {x, index, table, pairing});
+        rope(ctx(), {x, {index, table, pairing, {}}});
         EXPECT_TRUE(rows_close(expected, x, row_tolerance(dtype())));
         EXPECT_TRUE(x.padding_untouched());
       }
@@ -146,8 +146,11 @@ TEST_P(Rope, MatchesTheOraclesAngles) {
     std::vector<double> expected = to_doubles(x);
     const std::vector<std::int64_t> positions{0, 1, 44};
     oracle::rotate(expected, positions, 2, rotary);
-    rope(ctx(), {x, TensorView::of(positions.data(), {3}), cos_sin,
-                 interleaved ? RopePairing::interleaved : RopePairing::neox});
+    rope(ctx(), {x,
+                 {TensorView::of(positions.data(), {3}),
+                  cos_sin,
+                  interleaved ? RopePairing::interleaved : RopePairing::neox,
+                  {}}});
     EXPECT_TRUE(rows_close(expected, x, row_tolerance(dtype())));
   }
 }
@@ -161,7 +164,7 @@ TEST_P(Rope, TurnsAViewIntoAProjectionInPlace) {  // F275, F303, B026, B166
   const TensorView q_pe = q.view().slice(2, 128, 192);
   const std::vector<std::int64_t> positions{3, 1, 4, 15};
   const std::vector<double> expected = rotated(q_pe, positions, table, RopePairing::interleaved);
-  rope(ctx(), {q_pe, TensorView::of(positions.data(), {4}), table, RopePairing::interleaved});
+  rope(ctx(), {q_pe, {TensorView::of(positions.data(), {4}), table, RopePairing::interleaved, {}}});
   EXPECT_TRUE(rows_close(expected, q_pe, row_tolerance(dtype())));
   EXPECT_TRUE(bits_equal(nope, q.view().slice(2, 0, 128)));
 }
@@ -173,14 +176,14 @@ TEST_P(Rope, TakesKeysAsOneHeadAndAnyStrides) {  // F276
   const Tensor table = random_table(8);
   const std::vector<std::int64_t> positions{1, 2, 3, 4, 5};
   const std::vector<double> expected = rotated(k_pe, positions, table, RopePairing::neox);
-  rope(ctx(), {k_pe, TensorView::of(positions.data(), {5}), table, RopePairing::neox});
+  rope(ctx(), {k_pe, {TensorView::of(positions.data(), {5}), table, RopePairing::neox, {}}});
   EXPECT_TRUE(rows_close(expected, k_pe, row_tolerance(dtype())));
 
   const Tensor scattered = Tensor::empty(dtype(), {8, 5, 2});
   const TensorView x = scattered.view().transpose(0, 1).transpose(1, 2);
   fill_normal(x, 3);
   const std::vector<double> turned = rotated(x, positions, table, RopePairing::neox);
-  rope(ctx(), {x, TensorView::of(positions.data(), {5}), table, RopePairing::neox});
+  rope(ctx(), {x, {TensorView::of(positions.data(), {5}), table, RopePairing::neox, {}}});
   EXPECT_TRUE(rows_close(turned, x, row_tolerance(dtype())));
 }
 
@@ -196,10 +199,83 @@ TEST_P(Rope, PositionsAreOneRowOrNoneAndOfEitherWidth) {  // F316
     for (const TensorView& view : {strided, strided.split(0, 1, 3)}) {
       fill_normal(x, 1);
       expected = rotated(x, positions, table, RopePairing::neox);
-      rope(ctx(), {x, view, table, RopePairing::neox});
+      rope(ctx(), {x, {view, table, RopePairing::neox, {}}});
       EXPECT_TRUE(rows_close(expected, x, row_tolerance(dtype())));
     }
   }
+}
+
+/// Pairs of each axis by the definitions of Qwen2-VL (in sections) and Qwen3-VL (interleaved).
+TEST_P(Rope, PairsTurnByTheirAxis) {  // B161, B162, B163
+  struct Case {
+    MropeSections sections;
+    std::vector<std::size_t> axis_of_pair;
+  };
+  const Case cases[] = {
+      {{.pairs = {2, 3, 3}}, {0, 0, 1, 1, 1, 2, 2, 2}},
+      {{.pairs = {0, 8, 0}}, {1, 1, 1, 1, 1, 1, 1, 1}},
+      {{.pairs = {4, 2, 2}, .interleaved = true}, {0, 1, 2, 0, 1, 2, 0, 0}},
+      {{.pairs = {3, 3, 2}, .interleaved = true}, {0, 1, 2, 0, 1, 2, 0, 1}},
+  };
+  const std::vector<std::vector<std::int64_t>> positions{{1, 9, 40}, {7, 0, 49}, {22, 3, 4}};
+  const Tensor table = random_table(16);
+  const std::vector<double> angles = to_doubles(table);
+  for (const auto& [sections, axis_of_pair] : cases) {
+    for (RopePairing pairing : {RopePairing::neox, RopePairing::interleaved}) {
+      for (DType index_dtype : {DType::i32, DType::i64}) {
+        const PaddedTensor x(dtype(), {3, 2, 16}), index(index_dtype, {3, 3});
+        fill_normal(x, 1);
+        std::vector<double> flat;
+        for (const auto& row : positions) flat.insert(flat.end(), row.begin(), row.end());
+        assign(index, flat);
+        // A table of its own per token: each pair's angle from the row of its axis' position.
+        std::vector<double> mixed(3 * 16);
+        for (std::size_t t = 0; t < 3; ++t) {
+          for (std::size_t i = 0; i < 8; ++i) {
+            const auto row = static_cast<std::size_t>(positions[axis_of_pair[i]][t]) * 16;
+            mixed[t * 16 + i] = angles[row + i];
+            mixed[t * 16 + 8 + i] = angles[row + 8 + i];
+          }
+        }
+        const Tensor own = tensor_from(DType::f32, {3, 16}, mixed);
+        const std::vector<double> expected = rotated(x, {0, 1, 2}, own, pairing);
+        rope(ctx(), {x, {index, table, pairing, sections}});
+        EXPECT_TRUE(rows_close(expected, x, row_tolerance(dtype())));
+        EXPECT_TRUE(x.padding_untouched());
+      }
+    }
+  }
+}
+
+TEST_P(Rope, EqualPositionsOnAllAxesAreOneAxis) {
+  const Tensor table = random_table(16);
+  const std::vector<std::int64_t> same{4, 30, 4, 30, 4, 30};
+  for (bool interleaved : {false, true}) {
+    const Tensor one = Tensor::empty(dtype(), {2, 3, 16}),
+                 three = Tensor::empty(dtype(), {2, 3, 16});
+    fill_normal(one, 1);
+    fill_normal(three, 1);
+    rope(ctx(), {one, {TensorView::of(same.data(), {2}), table, RopePairing::neox, {}}});
+    rope(ctx(), {three,
+                 {TensorView::of(same.data(), {3, 2}),
+                  table,
+                  RopePairing::neox,
+                  {.pairs = {4, 2, 2}, .interleaved = interleaved}}});
+    EXPECT_TRUE(bits_equal(one, three));
+  }
+}
+
+TEST_P(Rope, TurnsTheFirstChannelsOfAHead) {  // B155
+  const Tensor q = Tensor::empty(dtype(), {4, 16, 128}), rest = Tensor::empty(dtype(), {4, 16, 64});
+  fill_normal(q, 1);
+  copy(q.view().slice(2, 64, 128), rest);
+  const Tensor table = random_table(64);
+  const TensorView x = q.view().slice(2, 0, 64);
+  const std::vector<std::int64_t> positions{3, 1, 4, 15};
+  const std::vector<double> expected = rotated(x, positions, table, RopePairing::neox);
+  rope(ctx(), {x, {TensorView::of(positions.data(), {4}), table, RopePairing::neox, {}}});
+  EXPECT_TRUE(rows_close(expected, x, row_tolerance(dtype())));
+  EXPECT_TRUE(bits_equal(rest, q.view().slice(2, 64, 128)));
 }
 
 }  // namespace

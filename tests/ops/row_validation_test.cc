@@ -63,23 +63,25 @@ TEST_F(RowValidation, Rope) {
   const Tensor floats = Tensor::zeros(DType::f32, {2});
   const Bad<RopeParams> cases[] = {
       {[](auto& p) { p.x = p.x.slice(2, 0, 7); }, {"x is", "R must be even"}},
-      {[](auto& p) { p.positions = p.positions.slice(0, 0, 1); }, {"positions", "[1]", "T = 2"}},
-      {[&](auto& p) { p.positions = floats; }, {"positions is f32", "i32 or i64"}},
-      {[&](auto& p) { p.positions = TensorView::of(negative, {2}); },
+      {[](auto& p) { p.angles.positions = p.angles.positions.slice(0, 0, 1); },
+       {"positions", "[1]", "T = 2"}},
+      {[&](auto& p) { p.angles.positions = floats; }, {"positions is f32", "i32 or i64"}},
+      {[&](auto& p) { p.angles.positions = TensorView::of(negative, {2}); },
        {"positions[1] is -1", "[0, 10)"}},
       {[&](auto& p) {
-         p.positions = TensorView::of(beyond, {1, 2});
+         p.angles.positions = TensorView::of(beyond, {1, 2});
        },
        {"positions[0] is 10", "[0, 10)"}},
-      {[](auto& p) { p.cos_sin = p.cos_sin.slice(1, 0, 4); }, {"cos_sin", "[10, 4]", "R = 8"}},
-      {[](auto& p) { p.cos_sin = p.cos_sin.split(0, 5, 2).select(1, 0); },
+      {[](auto& p) { p.angles.cos_sin = p.angles.cos_sin.slice(1, 0, 4); },
+       {"cos_sin", "[10, 4]", "R = 8"}},
+      {[](auto& p) { p.angles.cos_sin = p.angles.cos_sin.split(0, 5, 2).select(1, 0); },
        {"cos_sin", "contiguous"}},
-      {[](auto& p) { p.pairing = static_cast<RopePairing>(7); }, {"pairing is 7"}},
+      {[](auto& p) { p.angles.pairing = static_cast<RopePairing>(7); }, {"pairing is 7"}},
       {[](auto& p) { p.x.strides[1] = 0; }, {"x is", "must not share memory"}},
   };
   for (const auto& [spoil, parts] : cases) {
     SCOPED_TRACE(parts.front());
-    RopeParams params{x, TensorView::of(index, {2}), table, RopePairing::neox};
+    RopeParams params{x, {TensorView::of(index, {2}), table, RopePairing::neox, {}}};
     spoil(params);
     expect_error(kInvalid, parts, [&] { rope(ctx(), params); });
     EXPECT_TRUE(all_nan(x));
@@ -178,7 +180,7 @@ TEST_F(RowValidation, MergeState) {
   };
   for (const auto& [spoil, parts] : cases) {
     SCOPED_TRACE(parts.front());
-    MergeStateParams params{{a, a_lse}, {b, b_lse}, {out, lse}};
+    MergeStateParams params{{a, a_lse}, {b, b_lse}, {out, lse}, {}};
     spoil(params);
     expect_error(kInvalid, parts, [&] { merge_state(ctx(), params); });
     EXPECT_TRUE(all_nan(out));
