@@ -52,6 +52,8 @@ class BlockPool {
   bool is_published(std::int32_t block) const;
   /// The block published under `hash`, with one more reference; nothing when there is none.
   std::optional<std::int32_t> find(const BlockHash& hash);
+  /// Whether find would give one; takes no reference and is no use of it.
+  bool contains(const BlockHash& hash) const { return published_.contains(hash); }
 
  private:
   struct Hasher {
@@ -79,44 +81,60 @@ class BlockPool {
   std::unordered_map<BlockHash, std::int32_t, Hasher> published_;
 };
 
-/// The blocks of one sequence, in order. Holds one reference of each; movable only.
+/// The blocks of one sequence, in order. Holds one reference of each; movable only. Entries before
+/// what a window still sees may be kNoBlock: nobody reads or writes those tokens.
 class BlockTable {
  public:
+  static constexpr std::int32_t kNoBlock = -1;
+
   explicit BlockTable(BlockPool& pool) : pool_(&pool) {}
   ~BlockTable() { clear(); }
   BlockTable(BlockTable&& other) noexcept;
   BlockTable& operator=(BlockTable&& other) noexcept;
 
   std::span<const std::int32_t> blocks() const { return blocks_; }
+  /// Tokens that the entries span, those without a block included.
   std::int64_t capacity() const {
     return static_cast<std::int64_t>(blocks_.size()) * pool_->block_size();
   }
 
   /// Appends a block and takes over the reference that the caller holds, from BlockPool::find.
   void adopt(std::int32_t block) { blocks_.push_back(block); }
+  /// Appends `count` entries without a block: a prefix whose end alone will be read.
+  void skip(std::int64_t count) {
+    blocks_.insert(blocks_.end(), static_cast<std::size_t>(count), kNoBlock);
+  }
   /// Allocates until `num_tokens` fit. False, with nothing changed, when the pool lacks the blocks.
   bool grow_to(std::int64_t num_tokens);
   /// Releases the blocks that `num_tokens` tokens do not need, the last one first: of a cached
   /// prefix the end is given up before the start, without which the end cannot be found.
   void shrink_to(std::int64_t num_tokens);
+  /// Releases the blocks that lie wholly before `position`, in order, and leaves kNoBlock: no token
+  /// of theirs is seen again.
+  void release_before(std::int64_t position);
   /// A second table on the same blocks.
   BlockTable fork() const;
   /// What must be copied before `position` may be written: when its block is shared, the table gets
   /// a block of its own. A block that is this table's alone is written in place, and no longer
-  /// findable. Throws Error(resource_exhausted) when none is free.
+  /// findable. Throws Error(resource_exhausted) when none is free, Error(invalid_argument) past
+  /// capacity() and where the entry has no block.
   struct BlockCopy {
     std::int32_t src;
     std::int32_t dst;
   };
   std::optional<BlockCopy> make_writable(std::int64_t position);
   /// Slot ids of tokens [begin, begin + slots.size()). Throws Error(invalid_argument) past
-  /// capacity().
+  /// capacity() and where an entry has no block.
   void slots(std::int64_t begin, std::span<std::int64_t> slots) const;
   void clear();
 
  private:
+  /// Throws Error(invalid_argument) when the entry of `position` has no block.
+  std::int32_t block_of(std::int64_t position) const;
+
   BlockPool* pool_;
   std::vector<std::int32_t> blocks_;
+  std::int64_t num_released_ = 0;  ///< The first so many entries have no block.
 };
 
 }  // namespace fovea

@@ -61,6 +61,55 @@ TEST(BlockTableTest, ShrinkingReleasesTheEndFirst) {
   for (const std::size_t i : {3u, 2u, 1u, 0u}) EXPECT_EQ(*pool.allocate(), before[i]);
 }
 
+TEST(BlockTableTest, BlocksBeforeAWindowAreReleasedAndStayFindableUntilNeeded) {
+  BlockPool pool(4, 4);
+  BlockTable table(pool);
+  ASSERT_TRUE(table.grow_to(16));
+  const std::vector<std::int32_t> blocks(table.blocks().begin(), table.blocks().end());
+  const std::int32_t token = 7;
+  const BlockHash hash = hash_block({}, std::span(&token, 1));
+  ASSERT_TRUE(pool.publish(blocks[0], hash));
+  table.release_before(3);
+  EXPECT_EQ(pool.num_free(), 0) << "the block still holds position 3";
+  table.release_before(11);
+  EXPECT_EQ(pool.num_free(), 2);
+  EXPECT_EQ(table.capacity(), 16);
+  EXPECT_EQ(std::vector(table.blocks().begin(), table.blocks().end()),
+            (std::vector{BlockTable::kNoBlock, BlockTable::kNoBlock, blocks[2], blocks[3]}));
+  std::vector<std::int64_t> slots(2);
+  table.slots(8, slots);
+  EXPECT_EQ(slots[0], blocks[2] * 4);
+  EXPECT_THROW(table.slots(7, slots), Error);
+  EXPECT_THROW(table.make_writable(3), Error);
+  EXPECT_TRUE(pool.contains(hash));
+
+  BlockTable fork = table.fork();
+  EXPECT_EQ(pool.ref_count(blocks[3]), 2);
+  fork.release_before(12);
+  EXPECT_EQ(pool.ref_count(blocks[2]), 1);
+  fork.clear();
+  table.shrink_to(4);
+  EXPECT_EQ(pool.num_used(), 0);
+  EXPECT_TRUE(table.grow_to(8)) << "behind an entry without a block";
+  EXPECT_EQ(table.blocks()[0], BlockTable::kNoBlock);
+  EXPECT_EQ(pool.num_used(), 1);
+  BlockTable moved(std::move(table));
+  moved.release_before(8);
+  EXPECT_EQ(pool.num_used(), 0);
+}
+
+TEST(BlockTableTest, SkippedEntriesHoldNothing) {
+  BlockPool pool(2, 4);
+  BlockTable table(pool);
+  table.skip(5);
+  ASSERT_TRUE(table.grow_to(24));
+  EXPECT_EQ(pool.num_used(), 1);
+  table.release_before(24);
+  EXPECT_EQ(pool.num_used(), 0);
+  table.clear();
+  EXPECT_TRUE(table.blocks().empty());
+}
+
 TEST(BlockTableTest, MovingMovesTheReferencesAndDestructionReturnsThem) {
   BlockPool pool(4, 1);
   {
