@@ -35,6 +35,7 @@ HEADER_ROOM = {
     "workspace": "core",
     "quant": "quant",
     "attention_variant": "variants",
+    "kv_format": "kv",
     "paged_kv_cache": "kv",
     "block_pool": "kv",
     "plan": "plan",

@@ -105,21 +105,24 @@ struct KvGatherParams {
   BlockTableView block_table;
   std::span<const std::int32_t> starts;    ///< [requests] any position, not only block borders.
   std::span<const std::int32_t> seq_lens;  ///< [requests]
-  TensorView out;  ///< [sum(seq_lens), row_elements] compute dtype, unit innermost stride.
+  /// [sum(seq_lens), row_elements] compute dtype, or [sum(seq_lens), row_bytes] u8: the stored
+  /// bytes. Unit innermost stride.
+  TensorView out;
 };
 void kv_gather(const OpContext& ctx, const KvGatherParams& params);
 
 /// Keys and values of all heads in blocks, under one block table.
 struct PagedKv {
-  const PagedKvCache* k_cache = nullptr;  ///< Rows of Hk * Dk, any compute dtype.
+  const PagedKvCache* k_cache = nullptr;  ///< Rows of Hk * Dk, in any format for heads.
   const PagedKvCache* v_cache = nullptr;  ///< Rows of Hk * Dv; blocks as in k_cache.
   BlockTableView block_table;             ///< Rows of the schedule's requests are read.
   std::int64_t num_kv_heads = 0;          ///< Hk
 };
 
 /// Ragged attention of N query heads over Hk key heads (N a multiple of Hk), K and V of different
-/// widths. Keys and values are either k (with or without k_pe) and v, or those of `paged`. A query
-/// row without keys gives out 0, lse -inf.
+/// widths. Keys and values are k (with or without k_pe) and v; or those of `paged`; or, with both,
+/// those of the query tokens, which end their sequences, are rows of k and v [Tq, Hk, D], and those
+/// before them are paged. A query row without keys gives out 0, lse -inf.
 struct AttentionPrefillParams {
   TensorView q;     ///< [Tq, N, Dk] compute dtype.
   TensorView k;     ///< [Tk, Hk, Dk - R] dtype of q.
@@ -130,7 +133,7 @@ struct AttentionPrefillParams {
   const PrefillSchedule* schedule = nullptr;
   AttentionVariant variant;
   float sm_scale = 0.f;
-  PagedKv paged;     ///< Instead of k and v.
+  PagedKv paged;     ///< Instead of k and v, or of the context before them.
   TensorView sinks;  ///< Optional [N] f32: raw logits that join the denominator, not the lse.
 };
 void attention_prefill(const OpContext& ctx, const AttentionPrefillParams& params);
@@ -146,7 +149,7 @@ void attention_prefill_once(const OpContext& ctx, const AttentionPrefillParams& 
 struct MlaDecodeParams {
   TensorView q_latent;  ///< [T, N, L] compute dtype: q_nope through W_UK.
   TensorView q_pe;      ///< [T, N, R] dtype of q_latent; q[..., L:] of a concatenated query.
-  const PagedKvCache* cache = nullptr;  ///< Rows of L + R, any compute dtype.
+  const PagedKvCache* cache = nullptr;  ///< Rows of L + R in any format.
   BlockTableView block_table;           ///< First schedule->seq_lens.size() rows are read.
   TensorView out;                       ///< [T, N, L] dtype of q_latent or f32.
   TensorView lse;                       ///< Optional [N, T] f32, natural log.

@@ -1,23 +1,13 @@
-// How one token is stored, and a pool of blocks of such tokens.
+// A pool of blocks of stored tokens.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 
-#include "fovea/dtype.h"
+#include "fovea/kv_format.h"
 
 namespace fovea {
-
-/// The stored form of one token of one layer: `row_elements` elements of `dtype`. For MLA a row is
-/// [kv_c | k_pe], kv_lora_rank + qk_rope_head_dim elements, and serves as K and V.
-struct KvFormat {
-  DType dtype = DType::bf16;  ///< f32, f16 or bf16.
-  std::int64_t row_elements = 0;
-
-  std::int64_t row_bytes() const { return bytes_of(dtype, row_elements); }
-  bool operator==(const KvFormat&) const = default;
-};
 
 /// Where the rows of a cache lie. All in bytes; 64-bit.
 struct KvCacheLayout {

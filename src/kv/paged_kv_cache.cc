@@ -4,7 +4,7 @@
 
 #include "core/aligned_memory.h"
 #include "core/check.h"
-#include "kv/formats/plain/layout.h"
+#include "kv/formats/format.h"
 
 namespace fovea {
 namespace {
@@ -19,9 +19,9 @@ std::int64_t multiply_add(std::int64_t a, std::int64_t b, std::int64_t c) {
 
 /// The layout with its defaults filled in. Throws unless rows are apart and addresses fit 64 bits.
 KvCacheLayout checked(const KvFormat& format, KvCacheLayout layout) {
-  kv_plain::check(format);
+  check_format(format);
   const std::int64_t row_bytes = format.row_bytes();
-  const std::int64_t alignment = kv_plain::row_alignment(format);
+  const std::int64_t alignment = format.alignment();
   FOVEA_CHECK(layout.num_blocks >= 0, invalid_argument,
               "layout.num_blocks is {}, but must not be negative", layout.num_blocks);
   FOVEA_CHECK(layout.block_size >= 1, invalid_argument,
@@ -89,10 +89,10 @@ PagedKvCache PagedKvCache::view(void* base, const KvFormat& format, const KvCach
   end_of_last_row(format, cache.layout_);
   FOVEA_CHECK(base != nullptr || cache.layout_.num_blocks == 0, invalid_argument,
               "base is null, but must hold {} blocks", cache.layout_.num_blocks);
-  const std::int64_t alignment = kv_plain::row_alignment(format);
+  const std::int64_t alignment = format.alignment();
   FOVEA_CHECK(reinterpret_cast<std::uintptr_t>(base) % static_cast<std::uintptr_t>(alignment) == 0,
-              invalid_argument, "base must be aligned to {} bytes, an element of {}", alignment,
-              name_of(format.dtype));
+              invalid_argument, "base must be aligned to {} bytes for {}", alignment,
+              format.name());
   if (base != nullptr) cache.first_ = static_cast<std::byte*>(base) + cache.layout_.storage_offset;
   return cache;
 }
@@ -102,6 +102,9 @@ PagedKvCache PagedKvCache::columns(std::int64_t first_element, std::int64_t coun
               invalid_argument,
               "the columns are [{}, {} + {}), but must be elements of a row of {}, at least one",
               first_element, first_element, count, format_.row_elements);
+  FOVEA_CHECK(format_.scales == KvScales::none, unsupported,
+              "the format is {}, but must be f32, f16 or bf16: its rows are no columns of elements",
+              format_.name());
   PagedKvCache cache = *this;
   const std::int64_t offset = bytes_of(format_.dtype, first_element);
   cache.format_.row_elements = count;

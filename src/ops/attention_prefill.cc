@@ -80,6 +80,21 @@ void validate_contiguous_kv(const AttentionPrefillParams& p) {
   check_dtype(v, p.v, p.q.dtype);
 }
 
+/// Beside paged keys, k and v are the query rows' own.
+void validate_new_tokens(const AttentionPrefillParams& p) {
+  FOVEA_CHECK(p.k_pe.ndim == 0, invalid_argument,
+              "{}: k_pe is {} beside paged keys; it must be absent", kName, to_string(p.k_pe));
+  FOVEA_CHECK((p.k.ndim == 0) == (p.v.ndim == 0), invalid_argument,
+              "{}: k is {} and v is {} beside paged keys; both must be there or neither", kName,
+              to_string(p.k), to_string(p.v));
+  if (p.k.ndim == 0) return;
+  const Argument k{kName, "k"}, v{kName, "v"};
+  check_view(k, p.k, {{"Tq", p.q.shape[0]}, {"Hk", p.paged.num_kv_heads}, {"Dk", p.q.shape[2]}});
+  check_dtype(k, p.k, p.q.dtype);
+  check_view(v, p.v, {{"Tq", p.q.shape[0]}, {"Hk", p.paged.num_kv_heads}, {"Dv", p.out.shape[2]}});
+  check_dtype(v, p.v, p.q.dtype);
+}
+
 /// What workspace_bytes needs: everything but the data.
 void validate_shapes(const AttentionPrefillParams& p) {
   const Argument q{kName, "q"}, out{kName, "out"}, lse{kName, "lse"};
@@ -87,11 +102,9 @@ void validate_shapes(const AttentionPrefillParams& p) {
   check_compute_dtype(q, p.q);
   const std::int64_t heads = p.q.shape[1];
   if (p.paged.k_cache != nullptr) {
-    FOVEA_CHECK(p.k.ndim == 0 && p.k_pe.ndim == 0 && p.v.ndim == 0, invalid_argument,
-                "{}: k is {}, k_pe {}, v {} beside paged keys and values; they must be absent",
-                kName, to_string(p.k), to_string(p.k_pe), to_string(p.v));
     check_view(out, p.out, {{"Tq", p.q.shape[0]}, {"N", heads}, {"Dv"}});
     check_paged_kv(kName, p.paged, p.q, p.out);
+    validate_new_tokens(p);
   } else {
     validate_contiguous_kv(p);
     check_view(out, p.out, {{"Tq", p.q.shape[0]}, {"N", heads}, {"Dv", p.v.shape[2]}});
@@ -114,7 +127,13 @@ void validate_blocks(const AttentionPrefillParams& p) {
   for (std::int32_t r = 0; r < requests; ++r) {
     const SequenceExtent extent = extent_of(schedule, r);
     if (extent.num_queries == 0) continue;
-    const KeyInterval keys = visible_to_any(p.variant, {0, extent.num_queries}, extent);
+    FOVEA_CHECK(
+        p.k.ndim == 0 || extent.num_queries <= extent.num_keys, invalid_argument,
+        "{}: schedule request {} has {} queries and {} keys; with k and v it must have a key "
+        "for each query",
+        kName, r, extent.num_queries, extent.num_keys);
+    KeyInterval keys = visible_to_any(p.variant, {0, extent.num_queries}, extent);
+    if (p.k.ndim > 0) keys.end = extent.num_keys - extent.num_queries;
     check_block_row(kName, p.paged.block_table, *p.paged.k_cache, r, keys.begin, keys.end);
   }
 }

@@ -151,12 +151,32 @@ void check_cache(const char* op, const PagedKvCache* cache, std::int64_t row_ele
   FOVEA_CHECK(cache != nullptr, invalid_argument,
               "{}: {} is null; it must be a PagedKvCache with rows of {} elements", op, name,
               row_elements);
-  FOVEA_CHECK(is_compute_dtype(cache->format().dtype), invalid_argument,
-              "{}: {} holds {}; its dtype must be f32, f16 or bf16", op, name,
-              name_of(cache->format().dtype));
   FOVEA_CHECK(cache->format().row_elements == row_elements, invalid_argument,
               "{}: {} has rows of {} elements; they must be {} = {}", op, name,
               cache->format().row_elements, what, row_elements);
+}
+
+void check_latent_cache(const char* op, const PagedKvCache* cache, std::int64_t latent,
+                        std::int64_t rope_dim) {
+  check_cache(op, cache, latent + rope_dim, "L + R");
+  const KvFormat& format = cache->format();
+  if (format.scales != KvScales::per_token) return;
+  FOVEA_CHECK(format.num_heads == 1 && format.first_group == latent, invalid_argument,
+              "{}: cache has {} heads with a first group of {}; it must have 1 with L = {} "
+              "(latent_format makes such)",
+              op, format.num_heads, format.first_group, latent);
+}
+
+void check_heads_cache(const char* op, const PagedKvCache* cache, std::int64_t num_heads,
+                       std::int64_t head_dim, const char* what, const char* name) {
+  check_cache(op, cache, num_heads * head_dim, what, name);
+  const KvFormat& format = cache->format();
+  FOVEA_CHECK(format.scales != KvScales::ds_mla, unsupported,
+              "{}: {} is in fp8_ds_mla; it must be in another format, as that is a latent row", op,
+              name);
+  FOVEA_CHECK(format.scales == KvScales::none || format.num_heads == num_heads, invalid_argument,
+              "{}: {} has {} heads; it must have Hk = {} (heads_format makes such)", op, name,
+              format.num_heads, num_heads);
 }
 
 TensorView bytes_of_rows(const PagedKvCache& cache) {

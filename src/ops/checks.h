@@ -49,10 +49,17 @@ void check_output(const Argument& argument, const TensorView& view);
 void check_disjoint(const Argument& a, const TensorView& view_a, const char* name_b,
                     const TensorView& view_b);
 
-/// Present, of a compute dtype, with rows of `row_elements`, whose value is the sum that `what`
+/// Present, with rows of `row_elements`, whose value is the sum that `what`
 /// says.
 void check_cache(const char* op, const PagedKvCache* cache, std::int64_t row_elements,
                  const char* what, const char* name = "cache");
+/// As check_cache for rows [kv_c | k_pe] of L + R: one head, and with scales per token the latent
+/// is the first group.
+void check_latent_cache(const char* op, const PagedKvCache* cache, std::int64_t latent,
+                        std::int64_t rope_dim);
+/// As check_cache for rows of `num_heads` heads.
+void check_heads_cache(const char* op, const PagedKvCache* cache, std::int64_t num_heads,
+                       std::int64_t head_dim, const char* what, const char* name);
 /// The rows of a cache as a view of bytes.
 TensorView bytes_of_rows(const PagedKvCache& cache);
 

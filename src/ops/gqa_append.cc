@@ -28,8 +28,8 @@ void validate(const GqaAppendParams& p) {
   check_dtype(v, p.v, p.k.dtype);
   check_view(slots, p.slot_mapping, {{"T", tokens}});
   check_index_dtype(slots, p.slot_mapping);
-  check_cache(op, p.k_cache, heads * p.k.shape[2], "Hk * Dk", "k_cache");
-  check_cache(op, p.v_cache, heads * p.v.shape[2], "Hk * Dv", "v_cache");
+  check_heads_cache(op, p.k_cache, heads, p.k.shape[2], "Hk * Dk", "k_cache");
+  check_heads_cache(op, p.v_cache, heads, p.v.shape[2], "Hk * Dv", "v_cache");
   check_same_blocks(op, *p.k_cache, *p.v_cache);
   if (p.rope.cos_sin.ndim > 0) validate_rotation(p);
 

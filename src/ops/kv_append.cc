@@ -14,7 +14,7 @@ void validate(const KvAppendParams& p) {
   check_dtype(k_pe, p.k_pe, p.kv_c.dtype);
   check_view(slots, p.slot_mapping, {{"T", tokens}});
   check_index_dtype(slots, p.slot_mapping);
-  check_cache(op, p.cache, p.kv_c.shape[1] + p.k_pe.shape[1], "L + R");
+  check_latent_cache(op, p.cache, p.kv_c.shape[1], p.k_pe.shape[1]);
 
   check_data(kv_c, p.kv_c);
   check_data(k_pe, p.k_pe);

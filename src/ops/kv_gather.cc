@@ -21,9 +21,13 @@ void validate(const KvGatherParams& p) {
                 "{}: seq_lens[{}] is {}; it must not be negative", op, i, p.seq_lens[i]);
     rows += p.seq_lens[i];
   }
-  check_view(out, p.out,
-             {{"sum(seq_lens)", rows}, {"row_elements", p.cache->format().row_elements}});
-  check_compute_dtype(out, p.out);
+  const KvFormat& format = p.cache->format();
+  if (p.out.dtype == DType::u8) {
+    check_view(out, p.out, {{"sum(seq_lens)", rows}, {"row_bytes", format.row_bytes()}});
+  } else {
+    check_view(out, p.out, {{"sum(seq_lens)", rows}, {"row_elements", format.row_elements}});
+    check_compute_dtype(out, p.out);
+  }
   check_unit_inner_stride(out, p.out);
 
   check_output(out, p.out);

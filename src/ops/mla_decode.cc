@@ -20,7 +20,7 @@ void validate_shapes(const MlaDecodeParams& p) {
               "{}: q_latent is {}; N and L must be positive", kName, to_string(p.q_latent));
   check_view(q_pe, p.q_pe, {{"T", tokens}, {"N", heads}, {"R"}});
   check_dtype(q_pe, p.q_pe, p.q_latent.dtype);
-  check_cache(kName, p.cache, latent + p.q_pe.shape[2], "L + R");
+  check_latent_cache(kName, p.cache, latent, p.q_pe.shape[2]);
   check_view(out, p.out, {{"T", tokens}, {"N", heads}, {"L", latent}});
   check_dtype_or_f32(out, p.out, p.q_latent.dtype);
   if (p.lse) {

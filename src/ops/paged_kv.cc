@@ -16,8 +16,8 @@ void check_paged_kv(const char* op, const PagedKv& kv, const TensorView& q, cons
   FOVEA_CHECK(kv.num_kv_heads > 0 && heads > 0 && heads % kv.num_kv_heads == 0, invalid_argument,
               "{}: q has N = {} heads and num_kv_heads is {}; N must be a positive multiple of it",
               op, heads, kv.num_kv_heads);
-  check_cache(op, kv.k_cache, kv.num_kv_heads * q.shape[2], "Hk * Dk", "k_cache");
-  check_cache(op, kv.v_cache, kv.num_kv_heads * out.shape[2], "Hk * Dv", "v_cache");
+  check_heads_cache(op, kv.k_cache, kv.num_kv_heads, q.shape[2], "Hk * Dk", "k_cache");
+  check_heads_cache(op, kv.v_cache, kv.num_kv_heads, out.shape[2], "Hk * Dv", "v_cache");
   check_same_blocks(op, *kv.k_cache, *kv.v_cache);
 }
 

@@ -99,7 +99,8 @@ class Prefill {
       const QueryRows queries{
           .count = std::min(shape_.max_rows, tile.query_end - q), .first_row = q, .extent = extent};
       if (is_paged_) {
-        const PagedKvRows keys(kernels_, params_.paged, tile.request, head / group_);
+        const PagedKvRows keys(kernels_, params_.paged, tile.request, head / group_,
+                               new_tokens(tile.request, extent));
         attend_rows(state, tile.request, queries, head, keys);
       } else {
         const KeyRows keys(kernels_, params_, params_.schedule->cu_seqlens_k[request],
@@ -110,6 +111,14 @@ class Prefill {
   }
 
  private:
+  NewTokens new_tokens(std::int32_t request, const SequenceExtent& extent) const {
+    if (!params_.k) return {};
+    return {.k = &params_.k,
+            .v = &params_.v,
+            .first_key = extent.num_keys - extent.num_queries,
+            .first_row = params_.schedule->cu_seqlens_q[static_cast<std::size_t>(request)]};
+  }
+
   template <class Reader>
   void attend_rows(AttendState& state, std::int32_t request, const QueryRows& queries,
                    std::int64_t head, const Reader& keys) const {

@@ -17,7 +17,7 @@ void run(const OpContext& ctx, const Params& params) {
   op(kernels, ctx, params);
 }
 
-/// Every op takes every compute dtype, width and stride, but for what gqa_append says.
+/// Every op takes every compute dtype, format, width and stride, but for what gqa_append says.
 template <const char* isa, const cpu::Kernels& kernels>
 struct Table {
   static constexpr Implementation<RmsNormParams> kRmsNorm{

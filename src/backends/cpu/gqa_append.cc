@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "backends/cpu/formats/stored_heads.h"
 #include "backends/cpu/ops.h"
 #include "backends/cpu/partition.h"
 #include "backends/cpu/rotation.h"
@@ -9,77 +10,89 @@
 namespace fovea::cpu {
 namespace {
 
-/// Keys of one token, turned in their own dtype before they are stored: a cache of another dtype
-/// rounds what the op rope would have left, and nothing else.
-class KeyWriter {
+/// Heads of one token into its slot. Keys turn in their own dtype before they are stored: a cache
+/// of another format holds what the op rope would have left, and nothing else.
+class HeadWriter {
  public:
-  /// Rotated channels that fit the buffer on the stack; no model has more than 256.
-  static constexpr std::int64_t kMaxBufferedRope = 1024;
+  HeadWriter(const Kernels& kernels, const TensorView& heads, const PagedKvCache& cache,
+             const RopeAngles* rope)
+      : kernels_(kernels),
+        heads_(heads),
+        cache_(cache),
+        stored_(kernels, cache.format()),
+        rope_(rope) {}
 
-  KeyWriter(const Kernels& kernels, const GqaAppendParams& params)
-      : kernels_(kernels), params_(params) {
-    if (params.rope.cos_sin) rope_dim_ = params.rope.cos_sin.shape[1];
-  }
-
-  void write(std::int64_t t, const Row& stored) const {
-    const std::int64_t heads = params_.k.shape[1], width = params_.k.shape[2];
-    if (rope_dim_ == 0) {
-      for (std::int64_t h = 0; h < heads; ++h) {
-        copy_row(kernels_, row_of(params_.k, {t, h}), width, stored.from(h * width));
-      }
-      return;
-    }
-    const TokenAngles angles(params_.rope, t);
-    for (std::int64_t h = 0; h < heads; ++h) {
-      const Row key = row_of(params_.k, {t, h});
-      const Row to = stored.from(h * width);
-      if (to.dtype == key.dtype) {
-        copy_row(kernels_, key, width, to);
-        angles.rotate(kernels_, to);
+  void write(std::int64_t t, std::int64_t slot) const {
+    for (std::int64_t h = 0; h < heads_.shape[1]; ++h) {
+      const Row head = row_of(heads_, {t, h});
+      if (cache_.format().scales == KvScales::none) {
+        const Row stored{cache_.slot(slot), cache_.format().dtype, 1};
+        write_plain(t, head, stored.from(h * heads_.shape[2]));
       } else {
-        write_converted(angles, key, to);
+        encode(t, head, cache_.slot(slot), h);
       }
     }
   }
 
  private:
-  void write_converted(const TokenAngles& angles, const Row& key, const Row& to) const {
-    alignas(64) std::byte buffer[kMaxBufferedRope * sizeof(float)];
-    const Row turned{buffer, key.dtype, 1};
-    copy_row(kernels_, key, rope_dim_, turned);
-    angles.rotate(kernels_, turned);
-    copy_row(kernels_, turned, rope_dim_, to);
-    copy_row(kernels_, key.from(rope_dim_), params_.k.shape[2] - rope_dim_, to.from(rope_dim_));
+  void write_plain(std::int64_t t, const Row& head, const Row& stored) const {
+    copy_row(kernels_, head, heads_.shape[2], stored);
+    if (!rope_) return;
+    if (stored.dtype == head.dtype) {
+      TokenAngles(*rope_, t).rotate(kernels_, stored);
+    } else {
+      alignas(64) std::byte buffer[KvFormat::kMaxScaledHead * sizeof(float)];
+      const std::int64_t rope_dim = rope_->cos_sin.shape[1];
+      copy_row(kernels_, turned(t, head, rope_dim, buffer), rope_dim, stored);
+    }
   }
+
+  void encode(std::int64_t t, const Row& head, std::byte* row, std::int64_t h) const {
+    alignas(64) std::byte buffer[KvFormat::kMaxScaledHead * sizeof(float)];
+    alignas(64) float values[KvFormat::kMaxScaledHead + kMaxLanes];
+    const std::int64_t width = heads_.shape[2];
+    load_row(kernels_, turned(t, head, width, buffer), width, values);
+    stored_.store(values, row, h);
+  }
+
+  /// The first `count` channels of `head` in its dtype, turned; `buffer` holds them.
+  Row turned(std::int64_t t, const Row& head, std::int64_t count, std::byte* buffer) const {
+    const Row row{buffer, head.dtype, 1};
+    copy_row(kernels_, head, count, row);
+    if (rope_) TokenAngles(*rope_, t).rotate(kernels_, row);
+    return row;
+  }
+
   const Kernels& kernels_;
-  const GqaAppendParams& params_;
-  std::int64_t rope_dim_ = 0;
+  const TensorView& heads_;  ///< [T, Hk, D]
+  const PagedKvCache& cache_;
+  StoredHeads stored_;
+  const RopeAngles* rope_;  ///< Null: nothing turns.
 };
 
 }  // namespace
 
 const char* gqa_append_declines(const GqaAppendParams& params) {
   const bool converts = params.rope.cos_sin && params.k_cache->format().dtype != params.k.dtype;
-  return converts && params.rope.cos_sin.shape[1] > KeyWriter::kMaxBufferedRope
-             ? "turns at most 1024 channels on the way into a cache of another dtype"
+  return converts && params.rope.cos_sin.shape[1] > KvFormat::kMaxScaledHead
+             ? "turns at most 2048 channels on the way into a cache of another dtype"
              : nullptr;
 }
 
 void gqa_append(const Kernels& kernels, const OpContext& ctx, const GqaAppendParams& params) {
-  const KeyWriter keys(kernels, params);
-  const std::int64_t heads = params.v.shape[1], width = params.v.shape[2];
+  const HeadWriter keys(kernels, params.k, *params.k_cache,
+                        params.rope.cos_sin ? &params.rope : nullptr);
+  const HeadWriter values(kernels, params.v, *params.v_cache, nullptr);
   const auto append_tokens = [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t t = begin; t < end; ++t) {
       const std::int64_t slot = index_at(params.slot_mapping, t);
       if (slot < 0) continue;
-      keys.write(t, {params.k_cache->slot(slot), params.k_cache->format().dtype, 1});
-      const Row stored{params.v_cache->slot(slot), params.v_cache->format().dtype, 1};
-      for (std::int64_t h = 0; h < heads; ++h) {
-        copy_row(kernels, row_of(params.v, {t, h}), width, stored.from(h * width));
-      }
+      keys.write(t, slot);
+      values.write(t, slot);
     }
   };
-  for_row_ranges(*ctx.pool, params.k.shape[0], heads * (params.k.shape[2] + width), append_tokens);
+  const std::int64_t row = params.k.shape[1] * (params.k.shape[2] + params.v.shape[2]);
+  for_row_ranges(*ctx.pool, params.k.shape[0], row, append_tokens);
 }
 
 }  // namespace fovea::cpu

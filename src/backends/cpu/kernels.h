@@ -47,11 +47,18 @@ struct AttendTile {
 /// Index of f32, f16 and bf16 in the arrays below is their DType.
 inline constexpr int kNumComputeDTypes = 3;
 
+/// Index of the stored codes in Kernels::load_codes.
+enum class Codes : int { f8e4m3fn, f8e5m2, i8, i4 };
+inline constexpr int kNumCodes = 4;
+
 struct Kernels {
   std::int64_t lanes;
 
   /// Row elements to f32. Writes zeros up to whole vectors, so `dst` holds a multiple of lanes.
   void (*load[kNumComputeDTypes])(const void* src, std::int64_t n, float* dst);
+  /// Codes times `scale` to f32, as `load` writes them. i4: n is even, two codes per byte, low
+  /// nibble first.
+  void (*load_codes[kNumCodes])(const void* src, std::int64_t n, float scale, float* dst);
   /// Row elements times `scale`, rounded to nearest even.
   void (*store[kNumComputeDTypes])(const float* src, float scale, std::int64_t n, void* dst);
   float (*sum_squares[kNumComputeDTypes])(const void* x, std::int64_t n);

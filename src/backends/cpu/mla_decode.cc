@@ -1,3 +1,4 @@
+#include "backends/cpu/formats/stored_heads.h"
 #include "backends/cpu/ops.h"
 #include "backends/cpu/paged_rows.h"
 #include "backends/cpu/split_decode.h"
@@ -9,23 +10,21 @@ namespace {
 class LatentRows {
  public:
   LatentRows(const Kernels& kernels, const MlaDecodeParams& params, std::int32_t request)
-      : kernels_(kernels),
-        rows_(*params.cache, params.block_table, request),
-        width_(params.cache->format().row_elements) {}
+      : heads_(kernels, params.cache->format()),
+        rows_(*params.cache, params.block_table, request) {}
 
   void load(AttendState& state, const KeyInterval& tile) const {
-    rows_.for_each(tile, [&](std::int64_t position, const Row& row) {
-      load_row(kernels_, row, width_, state.key(position - tile.begin));
+    rows_.for_each(tile, [&](std::int64_t position, const std::byte* row) {
+      heads_.load(row, 0, state.key(position - tile.begin));
     });
   }
   void prefetch(const KeyInterval& tile) const {
-    rows_.for_each(tile, [&](std::int64_t, const Row& row) { prefetch_row(row, width_); });
+    rows_.for_each(tile, [&](std::int64_t, const std::byte* row) { heads_.prefetch(row, 0); });
   }
 
  private:
-  const Kernels& kernels_;
+  StoredHeads heads_;
   PagedRows rows_;
-  std::int64_t width_;
 };
 
 /// Latent rows are the one key head that all query heads share.

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "backends/cpu/rows.h"
 #include "fovea/ops.h"
 #include "variants/visibility.h"
 
@@ -15,17 +14,16 @@ class PagedRows {
   PagedRows(const PagedKvCache& cache, const BlockTableView& table, std::int64_t request)
       : cache_(cache), blocks_(table.data + request * table.stride) {}
 
-  /// Calls fn(position, row) for `positions` in order. Nothing else is read.
+  /// Calls fn(position, pointer to the row) for `positions` in order. Nothing else is read.
   template <class F>
   void for_each(const KeyInterval& positions, F&& fn) const {
     const std::int64_t block_size = cache_.block_size();
-    const DType dtype = cache_.format().dtype;
     for (std::int64_t position = positions.begin; position < positions.end;) {
       const std::int64_t column = position / block_size;
       const std::int64_t first = position - column * block_size;
       const std::int64_t count = std::min(block_size - first, positions.end - position);
       for (std::int64_t i = 0; i < count; ++i) {
-        fn(position + i, Row{cache_.row(blocks_[column], first + i), dtype, 1});
+        fn(position + i, cache_.row(blocks_[column], first + i));
       }
       position += count;
     }

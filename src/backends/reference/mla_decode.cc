@@ -1,3 +1,4 @@
+#include "backends/reference/cached_rows.h"
 #include "backends/reference/kernels.h"
 #include "backends/reference/rows.h"
 #include "backends/reference/split_decode.h"
@@ -8,23 +9,24 @@ namespace {
 /// All heads read the same rows: a key is [kv_c | k_pe], a value its kv_c.
 class LatentSource {
  public:
-  explicit LatentSource(const MlaDecodeParams& params) : params_(params) {}
+  LatentSource(const MlaDecodeParams& params, WorkspaceScope& scope)
+      : params_(params), reader_(params.cache->format(), scope) {}
 
   void load_query(std::int64_t t, std::int64_t n, double* row) const {
     load(row_of(params_.q_latent, t, n), row);
     load(row_of(params_.q_pe, t, n), row + params_.q_latent.shape[2]);
   }
   void load_key(std::int32_t request, std::int64_t, std::int64_t key, double* row) const {
-    load(cached_row(*params_.cache, params_.block_table, request, key), row);
+    reader_.load(cached_row(*params_.cache, params_.block_table, request, key), 0, row);
   }
   void load_value(std::int32_t request, std::int64_t, std::int64_t key, double* row) const {
-    load(part_of(cached_row(*params_.cache, params_.block_table, request, key), 0,
-                 params_.q_latent.shape[2]),
-         row);
+    reader_.load(cached_row(*params_.cache, params_.block_table, request, key), 0,
+                 params_.q_latent.shape[2], row);
   }
 
  private:
   const MlaDecodeParams& params_;
+  HeadReader reader_;
 };
 
 DecodeCall call_of(const MlaDecodeParams& p) {
@@ -40,13 +42,13 @@ DecodeCall call_of(const MlaDecodeParams& p) {
 }  // namespace
 
 std::int64_t mla_decode_scratch(const OpContext&, const MlaDecodeParams& p) {
-  return split_decode_scratch(call_of(p));
+  return split_decode_scratch(call_of(p)) + HeadReader::scratch(p.cache->format());
 }
 
 void mla_decode(const OpContext& ctx, const MlaDecodeParams& p) {
   WorkspaceScope scope(*ctx.workspace);
   const DecodeCall call = call_of(p);
-  const LatentSource source(p);
+  const LatentSource source(p, scope);
   SplitDecode(call, source, scope).run();
 }
 

@@ -1,6 +1,9 @@
 // Ops that treat each row alone.
+#include <array>
 #include <cmath>
+#include <cstring>
 
+#include "backends/reference/cached_rows.h"
 #include "backends/reference/kernels.h"
 #include "backends/reference/rows.h"
 #include "ops/index_view.h"
@@ -9,8 +12,33 @@
 namespace fovea::reference {
 namespace {
 
-Row cache_row(const PagedKvCache& cache, std::int64_t block, std::int64_t row) {
-  return {cache.row(block, row), cache.format().dtype, 1, cache.format().row_elements};
+/// Plain rows as elements.
+Row row_of_cache(const PagedKvCache& cache, std::byte* row) {
+  return {row, cache.format().dtype, 1, cache.format().row_elements};
+}
+
+bool is_plain(const PagedKvCache& cache) { return cache.format().scales == KvScales::none; }
+
+/// Values of a head on the way through its codec.
+class HeadBuffer {
+ public:
+  explicit HeadBuffer(const PagedKvCache& cache)
+      : elements_(is_plain(cache) ? 0 : cache.format().head_elements()) {}
+  Row row() { return {values_.data(), DType::f32, 1, elements_}; }
+  std::span<float> values() {
+    return std::span(values_).first(static_cast<std::size_t>(elements_));
+  }
+
+ private:
+  std::int64_t elements_;
+  std::array<float, KvFormat::kMaxScaledHead> values_;
+};
+
+void encode(const PagedKvCache& cache, std::span<const float> values, std::byte* row,
+            std::int64_t head) {
+  const std::int64_t bytes = cache.format().head_bytes();
+  encode_head(cache.format(), values,
+              std::span(row + head * bytes, static_cast<std::size_t>(bytes)));
 }
 
 }  // namespace
@@ -72,46 +100,77 @@ void rope(const OpContext&, const RopeParams& p) {
   }
 }
 
+namespace {
+
+/// Heads of one token into a row of the cache, turned by `rope` (optional) in their own dtype
+/// first.
+void append_heads(const TensorView& heads, std::int64_t t, const RopeAngles* rope,
+                  const PagedKvCache& cache, std::byte* row) {
+  HeadBuffer buffer(cache);
+  const std::int64_t width = heads.shape[2];
+  for (std::int64_t h = 0; h < heads.shape[1]; ++h) {
+    const Row head = row_of(heads, t, h);
+    const Row stored = is_plain(cache)
+                           ? part_of(row_of_cache(cache, row), h * width, (h + 1) * width)
+                           : buffer.row();
+    copy(head, stored);
+    if (rope) rotate(*rope, t, head, stored);
+    if (!is_plain(cache)) encode(cache, buffer.values(), row, h);
+  }
+}
+
+}  // namespace
+
 void gqa_append(const OpContext&, const GqaAppendParams& p) {
-  const std::int64_t heads = p.k.shape[1], key_dim = p.k.shape[2], value_dim = p.v.shape[2];
   for (std::int64_t t = 0; t < p.k.shape[0]; ++t) {
     const std::int64_t slot = index_at(p.slot_mapping, t);
     if (slot == -1) continue;
-    const std::int64_t block = slot / p.k_cache->block_size(), row = slot % p.k_cache->block_size();
-    const Row keys = cache_row(*p.k_cache, block, row);
-    const Row values = cache_row(*p.v_cache, block, row);
-    for (std::int64_t h = 0; h < heads; ++h) {
-      const Row key = row_of(p.k, t, h);
-      const Row stored = part_of(keys, h * key_dim, (h + 1) * key_dim);
-      copy(key, stored);
-      if (p.rope.cos_sin) rotate(p.rope, t, key, stored);
-      copy(row_of(p.v, t, h), part_of(values, h * value_dim, (h + 1) * value_dim));
-    }
+    append_heads(p.k, t, p.rope.cos_sin ? &p.rope : nullptr, *p.k_cache, p.k_cache->slot(slot));
+    append_heads(p.v, t, nullptr, *p.v_cache, p.v_cache->slot(slot));
   }
 }
 
 void kv_append(const OpContext&, const KvAppendParams& p) {
   const PagedKvCache& cache = *p.cache;
   const std::int64_t latent = p.kv_c.shape[1];
+  HeadBuffer buffer(cache);
   for (std::int64_t t = 0; t < p.kv_c.shape[0]; ++t) {
     const std::int64_t slot = index_at(p.slot_mapping, t);
     if (slot == -1) continue;
-    const Row row = cache_row(cache, slot / cache.block_size(), slot % cache.block_size());
+    const Row row = is_plain(cache) ? row_of_cache(cache, cache.slot(slot)) : buffer.row();
     copy(row_of(p.kv_c, t), part_of(row, 0, latent));
     copy(row_of(p.k_pe, t), part_of(row, latent, row.size));
+    if (!is_plain(cache)) encode(cache, buffer.values(), cache.slot(slot), 0);
   }
 }
 
 void kv_gather(const OpContext&, const KvGatherParams& p) {
   const PagedKvCache& cache = *p.cache;
+  const KvFormat& format = cache.format();
+  HeadBuffer buffer(cache);
   std::int64_t out_row = 0;
   for (std::size_t i = 0; i < p.seq_lens.size(); ++i) {
-    const std::int32_t* blocks =
-        p.block_table.data + static_cast<std::int64_t>(i) * p.block_table.stride;
-    for (std::int64_t k = 0; k < p.seq_lens[i]; ++k) {
-      const std::int64_t position = p.starts[i] + k;
-      copy(cache_row(cache, blocks[position / cache.block_size()], position % cache.block_size()),
-           row_of(p.out, out_row++));
+    for (std::int64_t k = 0; k < p.seq_lens[i]; ++k, ++out_row) {
+      std::byte* stored =
+          cached_row(cache, p.block_table, static_cast<std::int64_t>(i), p.starts[i] + k);
+      if (p.out.dtype == DType::u8) {
+        std::memcpy(p.out.ptr<std::uint8_t>({out_row, 0}), stored,
+                    static_cast<std::size_t>(format.row_bytes()));
+        continue;
+      }
+      const Row out = row_of(p.out, out_row);
+      if (is_plain(cache)) {
+        copy(row_of_cache(cache, stored), out);
+        continue;
+      }
+      const std::int64_t width = format.head_elements();
+      for (std::int64_t h = 0; h < format.num_heads; ++h) {
+        decode_head(format,
+                    std::span(stored + h * format.head_bytes(),
+                              static_cast<std::size_t>(format.head_bytes())),
+                    buffer.values());
+        copy(buffer.row(), part_of(out, h * width, (h + 1) * width));
+      }
     }
   }
 }

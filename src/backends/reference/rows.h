@@ -5,7 +5,6 @@
 #include <cstring>
 
 #include "core/float_bits.h"
-#include "fovea/ops.h"
 #include "fovea/tensor.h"
 
 namespace fovea::reference {
@@ -52,28 +51,6 @@ inline Row part_of(const Row& row, std::int64_t begin, std::int64_t end) {
   part.size = end - begin;
   with_elements(row, [&](auto* data) { part.data = data + begin * row.stride; });
   return part;
-}
-
-/// Row of key `key` of request `request`.
-inline Row cached_row(const PagedKvCache& cache, const BlockTableView& table, std::int64_t request,
-                      std::int64_t key) {
-  const std::int32_t* blocks = table.data + request * table.stride;
-  return {cache.row(blocks[key / cache.block_size()], key % cache.block_size()),
-          cache.format().dtype, 1, cache.format().row_elements};
-}
-
-/// Key `key` of request `request`, of key head `kv_head`; its value.
-inline Row cached_key(const PagedKv& kv, std::int64_t request, std::int64_t kv_head,
-                      std::int64_t key) {
-  const std::int64_t width = kv.k_cache->format().row_elements / kv.num_kv_heads;
-  return part_of(cached_row(*kv.k_cache, kv.block_table, request, key), kv_head * width,
-                 (kv_head + 1) * width);
-}
-inline Row cached_value(const PagedKv& kv, std::int64_t request, std::int64_t kv_head,
-                        std::int64_t key) {
-  const std::int64_t width = kv.v_cache->format().row_elements / kv.num_kv_heads;
-  return part_of(cached_row(*kv.v_cache, kv.block_table, request, key), kv_head * width,
-                 (kv_head + 1) * width);
 }
 
 inline double get(const Row& row, std::int64_t i) {

@@ -12,6 +12,26 @@ void load_row(const void* src, std::int64_t n, float* dst) {
 }
 
 template <class T>
+void load_codes(const void* src, std::int64_t n, float scale, float* dst) {
+  const T* from = static_cast<const T*>(src);
+  const Vec factor = broadcast(scale);
+  std::int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(dst + i, mul(load(from + i), factor));
+  if (i < n) store(dst + i, mul(load_partial(from + i, n - i), factor));
+}
+
+void load_nibbles(const void* src, std::int64_t n, float scale, float* dst) {
+  const std::uint8_t* from = static_cast<const std::uint8_t*>(src);
+  const Vec factor = broadcast(scale);
+  std::int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(dst + i, mul(unpack_nibbles(from + i / 2), factor));
+  if (i == n) return;
+  std::uint8_t rest[kLanes / 2] = {};
+  __builtin_memcpy(rest, from + i / 2, static_cast<std::size_t>((n - i) / 2));
+  store(dst + i, mul(unpack_nibbles(rest), factor));
+}
+
+template <class T>
 void store_row(const float* src, float scale, std::int64_t n, void* dst) {
   T* to = static_cast<T*>(dst);
   const Vec factor = broadcast(scale);

@@ -5,6 +5,7 @@ namespace fovea::cpu::FOVEA_CPU_ISA {
 const Kernels kKernels = {
     kLanes,
     {load_row<float>, load_row<Float16>, load_row<BFloat16>},
+    {load_codes<Float8E4M3FN>, load_codes<Float8E5M2>, load_codes<std::int8_t>, load_nibbles},
     {store_row<float>, store_row<Float16>, store_row<BFloat16>},
     {sum_squares<float>, sum_squares<Float16>, sum_squares<BFloat16>},
     {scale_by_weight<float>, scale_by_weight<Float16>, scale_by_weight<BFloat16>},

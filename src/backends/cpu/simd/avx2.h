@@ -59,6 +59,35 @@ FOVEA_INLINE Vec load(const BFloat16* p) {
   const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
+FOVEA_INLINE Vec load(const std::int8_t* p) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+}
+/// The upper byte of an f16.
+FOVEA_INLINE Vec load(const Float8E5M2* p) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(bytes), 8));
+}
+/// As f16 bits with the same exponent field: 2^-8 of the value, since the biases differ by 8.
+FOVEA_INLINE Vec load(const Float8E4M3FN* p) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  const __m128i codes = _mm_cvtepu8_epi16(bytes);
+  const __m128i magnitude = _mm_slli_epi16(_mm_and_si128(codes, _mm_set1_epi16(0x7f)), 7);
+  const __m128i sign = _mm_slli_epi16(_mm_and_si128(codes, _mm_set1_epi16(0x80)), 8);
+  const __m128i is_nan = _mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x7f << 7));
+  const __m128i nan = _mm_and_si128(is_nan, _mm_set1_epi16(0x7e00));
+  const __m128i half = _mm_or_si128(_mm_or_si128(sign, magnitude), nan);
+  return mul(_mm256_cvtph_ps(half), broadcast(256.f));
+}
+/// kLanes codes of 4 bits in two's complement, low nibble first.
+FOVEA_INLINE Vec unpack_nibbles(const std::uint8_t* p) {
+  std::int32_t packed;
+  __builtin_memcpy(&packed, p, sizeof packed);
+  const __m256i shifts = _mm256_setr_epi32(28, 24, 20, 16, 12, 8, 4, 0);
+  const __m256i top = _mm256_sllv_epi32(_mm256_set1_epi32(packed), shifts);
+  return _mm256_cvtepi32_ps(_mm256_srai_epi32(top, 28));
+}
+
 FOVEA_INLINE void store(Float16* p, Vec v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                    _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));

@@ -51,6 +51,37 @@ FOVEA_INLINE Vec load(const BFloat16* p) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
+FOVEA_INLINE Vec load(const std::int8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+}
+/// The upper byte of an f16.
+FOVEA_INLINE Vec load(const Float8E5M2* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8));
+}
+/// As f16 bits with the same exponent field: 2^-8 of the value, since the biases differ by 8.
+FOVEA_INLINE Vec load(const Float8E4M3FN* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  const __m256i codes = _mm256_cvtepu8_epi16(bytes);
+  const __m256i magnitude = _mm256_slli_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(0x7f)), 7);
+  const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(0x80)), 8);
+  const __m256i is_nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x7f << 7));
+  const __m256i nan = _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7e00));
+  const __m256i half = _mm256_or_si256(_mm256_or_si256(sign, magnitude), nan);
+  return mul(_mm512_cvtph_ps(half), broadcast(256.f));
+}
+/// kLanes codes of 4 bits in two's complement, low nibble first.
+FOVEA_INLINE Vec unpack_nibbles(const std::uint8_t* p) {
+  std::int32_t packed[2];
+  __builtin_memcpy(packed, p, sizeof packed);
+  const __m512i both =
+      _mm512_inserti64x4(_mm512_set1_epi32(packed[0]), _mm256_set1_epi32(packed[1]), 1);
+  const __m512i shifts =
+      _mm512_setr_epi32(28, 24, 20, 16, 12, 8, 4, 0, 28, 24, 20, 16, 12, 8, 4, 0);
+  return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_sllv_epi32(both, shifts), 28));
+}
+
 FOVEA_INLINE void store(Float16* p, Vec v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                       _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));

@@ -64,6 +64,17 @@ FOVEA_INLINE float to_f32(Float16 x) {
   const float scaled = __builtin_bit_cast(float, magnitude) * 0x1p112f;
   return __builtin_bit_cast(float, sign | __builtin_bit_cast(std::uint32_t, scaled));
 }
+FOVEA_INLINE float to_f32(std::int8_t x) { return x; }
+/// The upper byte of an f16.
+FOVEA_INLINE float to_f32(Float8E5M2 x) {
+  return to_f32(Float16{static_cast<std::uint16_t>(x.bits << 8)});
+}
+/// As f16 bits with the same exponent field: 2^-8 of the value, since the biases differ by 8.
+FOVEA_INLINE float to_f32(Float8E4M3FN x) {
+  if ((x.bits & 0x7fu) == 0x7fu) return __builtin_nanf("");
+  const unsigned half = (x.bits & 0x80u) << 8 | (x.bits & 0x7fu) << 7;
+  return to_f32(Float16{static_cast<std::uint16_t>(half)}) * 256.f;
+}
 FOVEA_INLINE void round_to(BFloat16& to, float x) {
   const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, x);
   const bool is_nan = x != x;
@@ -95,6 +106,15 @@ FOVEA_INLINE Vec load(const T* p) {
     T x;
     __builtin_memcpy(&x, p + i, sizeof x);
     v[i] = to_f32(x);
+  }
+  return v;
+}
+/// kLanes codes of 4 bits in two's complement, low nibble first.
+FOVEA_INLINE Vec unpack_nibbles(const std::uint8_t* p) {
+  Vec v;
+  for (int i = 0; i < kLanes; ++i) {
+    const int nibble = p[i / 2] >> 4 * (i % 2) & 0xf;
+    v[i] = static_cast<float>((nibble ^ 8) - 8);
   }
   return v;
 }

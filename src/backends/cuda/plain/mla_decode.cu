@@ -60,10 +60,11 @@ __global__ void __launch_bounds__(kWarps * 32) mla_decode_plain_kernel(MlaDecode
   const int row_dim = p.latent_dim + p.rope_dim;
 
   const int request = request_of(p, token);
-  int visible = 0;
+  int first = 0, visible = 0;
   if (request < p.num_requests) {
-    const int end = p.query_start_loc[request + 1];
-    visible = p.causal ? max(0, p.seq_lens[request] - end + token + 1) : p.seq_lens[request];
+    const int position = p.seq_lens[request] - p.query_start_loc[request + 1] + token;
+    visible = p.causal ? position + 1 : p.seq_lens[request];
+    if (p.window_left >= 0) first = max(0, position - p.window_left);
   }
 
   float q[kMaxPerLane], out[kMaxPerLane];
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(kWarps * 32) mla_decode_plain_kernel(MlaDecode
     }
   }
   float max = -INFINITY, sum = 0.f;
-  for (int key = warp; key < visible; key += kWarps) {
+  for (int key = first + warp; key < visible; key += kWarps) {
     const std::int64_t block = p.block_table[request * p.block_table_stride + key / p.block_size];
     const std::int64_t row = block * p.cache_block_stride + key % p.block_size * p.cache_row_stride;
     float value[kMaxPerLane];
@@ -118,11 +119,13 @@ __global__ void __launch_bounds__(kWarps * 32) mla_decode_plain_kernel(MlaDecode
   const float base = max == -INFINITY ? 0.f : max;
   sum = 0.f;
   for (int w = 0; w < kWarps; ++w) sum += expf(warp_max[w] - base) * warp_sum[w];
+  // The sink joins the denominator, not the lse.
+  const float sink = p.sinks != nullptr ? expf(p.sinks[head] - base) : 0.f;
   for (int d = threadIdx.x; d < p.latent_dim; d += kWarps * 32) {
     float total = 0.f;
     for (int w = 0; w < kWarps; ++w) total += expf(warp_max[w] - base) * warp_out[w][d];
     store(p.out, p.out_type, token * p.out_token_stride + head * p.out_head_stride + d,
-          sum == 0.f ? 0.f : total / sum);
+          sum == 0.f ? 0.f : total / (sum + sink));
   }
   if (threadIdx.x == 0 && p.lse != nullptr) {
     p.lse[head * p.lse_head_stride + token * p.lse_token_stride] =

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/check.h"
-#include "fovea/paged_kv_cache.h"
+#include "fovea/kv_format.h"
 
 namespace fovea::kv_plain {
 
@@ -10,11 +10,6 @@ inline void check(const KvFormat& format) {
   FOVEA_CHECK(is_compute_dtype(format.dtype), unsupported,
               "format.dtype is {}, but a cache of plain rows holds f32, f16 or bf16",
               name_of(format.dtype));
-  // The bound leaves room for row_bytes() to be computed.
-  constexpr std::int64_t kMaxElements = std::int64_t{1} << 40;
-  FOVEA_CHECK(format.row_elements >= 1 && format.row_elements <= kMaxElements, invalid_argument,
-              "format.row_elements is {}, but must be in [1, {}]", format.row_elements,
-              kMaxElements);
 }
 
 /// Rows start at multiples of this, so that elements may be loaded by their type.

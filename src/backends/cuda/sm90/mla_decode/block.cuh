@@ -23,6 +23,7 @@ constexpr int kOutputWarpgroups = 2;
 constexpr int kOutputThreads = kOutputWarpgroups * 128;
 constexpr int kChunksPerOutput = kLatent / 64 / kOutputWarpgroups;
 constexpr int kThreads = 512;     ///< Two output warpgroups, one for scores, one that loads.
+constexpr int kMaxSplits = 16;  ///< Blocks of the largest cluster.
 constexpr int kScoreBarrier = 1;  ///< Named barriers; 0 is the whole block's.
 constexpr int kOutputBarrier = 2;
 constexpr float kLog2e = 1.4426950408889634f;
@@ -57,6 +58,7 @@ struct SharedMemory {
   std::uint64_t empty[kSlots];
   std::uint64_t p_full;
   std::uint64_t p_empty;
+  std::uint8_t query_of_row[kRows];  ///< Its query token less the first row's.
   std::int32_t rescale;       ///< Some factor of the message is not 1.
   std::int32_t last_arriver;  ///< This block merges.
 };
@@ -98,7 +100,7 @@ class JobWalk {
   __device__ bool next(Job& job) {
     if (units_left_ == 0) return false;
     if (!first_) advance();
-    const std::int32_t units = units_of(seq_len_);
+    const std::int32_t units = units_of(seq_len_, query_len_, k_.op.window_left);
     const std::int32_t take = min(units - tile_, units_left_);
     const std::int32_t splits = k_.geometry.splits_per_group;
     job.seq_len = seq_len_;
@@ -107,8 +109,10 @@ class JobWalk {
     job.first_row = (job_ * k_.geometry.row_tiles_per_group + row_tile_) * rows_;
     job.num_rows = max(0, min(rows_, query_len_ * k_.op.num_heads - job.first_row));
     const bool empty = seq_len_ <= 0 || job.num_rows == 0;
-    job.tile_begin = empty ? 0 : tile_ + take * split_ / splits;
-    job.tile_end = empty ? 0 : tile_ + take * (split_ + 1) / splits;
+    const std::int32_t tile =
+        first_tile_of(seq_len_, query_len_, k_.op.window_left) + tile_;
+    job.tile_begin = empty ? 0 : tile + take * split_ / splits;
+    job.tile_end = empty ? 0 : tile + take * (split_ + 1) / splits;
     job.first_unit = first_unit_;
     job.num_units = units;
     job.whole = take == units;
@@ -123,7 +127,7 @@ class JobWalk {
 
  private:
   __device__ void advance() {
-    first_unit_ += units_of(seq_len_);
+    first_unit_ += units_of(seq_len_, query_len_, k_.op.window_left);
     tile_ = 0;
     const std::int32_t rows_per_job = rows_ * k_.geometry.row_tiles_per_group;
     if ((++job_) * rows_per_job < query_len_ * k_.op.num_heads) return;
@@ -162,6 +166,14 @@ struct RingPosition {
   /// registers.
   __device__ RingPosition uniform() const {
     return {__shfl_sync(~0u, slot, 0), __shfl_sync(~0u, parity, 0)};
+  }
+  /// Of a chunk of the tile that begins here.
+  __device__ RingPosition chunk(int position) const {
+    if constexpr (kSlots % kChunks == 0) {
+      return {slot + position, parity};  // A ring of whole tiles: none wraps.
+    } else {
+      return plus(position);
+    }
   }
   __device__ RingPosition plus(int n) const {
     RingPosition moved = *this;
@@ -225,7 +237,18 @@ __device__ __forceinline__ void store_lse(const MlaDecodeParams& op, const Job& 
       sum == 0.f ? -INFINITY : (max + log2f(sum)) * kLn2;
 }
 
-__device__ __forceinline__ float inverse_sum(float sum) { return sum == 0.f ? 0.f : 1.f / sum; }
+/// What a row's output is multiplied by at the last merge: one over the sum, in which the head's
+/// sink joins here and only here. A row that sees nothing comes out as zeros.
+__device__ __forceinline__ float inverse_sum(const MlaDecodeParams& op, const Job& job,
+                                             std::int32_t row, float max, float sum) {
+  if (sum == 0.f) return 0.f;
+  if (op.sinks != nullptr && row < job.num_rows) {
+    const std::uint32_t r = job.first_row + row;
+    sum += exp2_approx(__ldg(op.sinks + r % static_cast<std::uint32_t>(op.num_heads)) * kLog2e -
+                       max);
+  }
+  return 1.f / sum;
+}
 
 /// Weight of a partial result whose maximum is `own`. An empty one carries none.
 __device__ __forceinline__ float merge_weight(float own, float max) {

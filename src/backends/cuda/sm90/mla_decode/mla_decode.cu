@@ -179,8 +179,7 @@ cudaError_t mla_decode_sm90_geometry(const MlaDecodeParams& p, MlaDecodeGeometry
   const std::int64_t jobs_per_request =
       (rows + g.rows * g.row_tiles_per_group - 1) / (g.rows * g.row_tiles_per_group);
   const std::int64_t jobs = std::max<std::int64_t>(p.num_requests, 1) * jobs_per_request;
-  constexpr std::int32_t kMaxCluster = 16;
-  g.splits_per_group = kMaxCluster / g.row_tiles_per_group;
+  g.splits_per_group = mla::kMaxSplits / g.row_tiles_per_group;
   // Many jobs: two groups each, in smaller clusters, which leave fewer multiprocessors unused.
   const std::int64_t wanted_groups = jobs > 16 ? 2 * jobs : jobs;
   while (g.splits_per_group > 1 &&
@@ -216,7 +215,7 @@ cudaError_t mla_decode_sm90_plan(const MlaDecodeParams& p, const MlaDecodeGeomet
   const WorkspaceLayout layout(g);
   auto* base = static_cast<std::byte*>(workspace);
   const mla::ScheduleShape shape{g.num_groups, p.num_heads, g.rows * g.row_tiles_per_group,
-                                 g.splits_per_group};
+                                 g.splits_per_group, p.window_left};
   mla::plan_kernel<<<1, mla::kPlanThreads, 0, stream>>>(
       shape, p.num_requests, p.query_start_loc, p.seq_lens,
       reinterpret_cast<mla::GroupRange*>(base),

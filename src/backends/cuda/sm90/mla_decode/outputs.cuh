@@ -47,7 +47,7 @@ __device__ void accumulate_tiles(const Job& job, SharedMemory<kRows>& s,
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kChunksPerOutput; ++i) {
-      const auto at = tile_ring.plus(1 + 2 * i + warpgroup);
+      const auto at = tile_ring.chunk(1 + 2 * i + warpgroup);
       const std::uint64_t v_operand = ptx::swizzled_operand(ptx::shared_address(s.ring[at.slot]));
 #pragma unroll
       for (int step = 0; step < 4; ++step) {  // 16 keys: 16 rows of 128 bytes.
@@ -58,7 +58,7 @@ __device__ void accumulate_tiles(const Job& job, SharedMemory<kRows>& s,
     }
     const auto release = [&](int i) {
       if (lane == 0) {
-        ptx::mbarrier_arrive(ptx::shared_address(&s.empty[ring.plus(1 + 2 * i + warpgroup).slot]));
+        ptx::mbarrier_arrive(ptx::shared_address(&s.empty[ring.chunk(1 + 2 * i + warpgroup).slot]));
       }
     };
     ptx::wgmma_wait<3>();
@@ -102,7 +102,9 @@ __device__ void store_output(const KernelParams& k, const Job& job, const Shared
 #pragma unroll
   for (int j = 0; j < kBlocks; ++j) {
     const float2 sums = *reinterpret_cast<const float2*>(&s.message[1][8 * j + 2 * c]);
-    const float inverse0 = inverse_sum(sums.x), inverse1 = inverse_sum(sums.y);
+    const int column = 8 * j + 2 * c;
+    const float inverse0 = inverse_sum(op, job, column, s.message[0][column], sums.x);
+    const float inverse1 = inverse_sum(op, job, column + 1, s.message[0][column + 1], sums.y);
     if (op.out_type == ElementType::f32) {
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
@@ -215,7 +217,7 @@ __device__ __forceinline__ void store_merged(const KernelParams& k, const Job& j
     const int row = place.column + b;
     if (row >= job.num_rows) continue;
     const float sum = b == 0 ? m.sum.x : m.sum.y;
-    const float inverse = inverse_sum(sum);
+    const float inverse = inverse_sum(k.op, job, row, b == 0 ? m.max.x : m.max.y, sum);
     const std::int64_t to = out_offset(k.op, job, row) + place.channel;
     store_element(k.op, to, (b == 0 ? m.value.x : m.value.y) * inverse);
     store_element(k.op, to + 8, (b == 0 ? m.value.z : m.value.w) * inverse);
@@ -260,24 +262,22 @@ __device__ void merge_if_last(const KernelParams& k, const Job& job, const JobWa
   const auto slot = [&](int piece) { return piece == 0 ? first_slot : 2 * (first + piece); };
   const int pieces = last - first + 1;
 
-  __threadfence();
   ptx::named_barrier(kOutputBarrier, kOutputThreads);
   std::uint32_t* counter = k.counters + partials.slice(first_slot);
   if (threadIdx.x == 0) {
-    const bool is_last = atomicAdd(counter, 1u) == static_cast<std::uint32_t>(pieces - 1);
+    const bool is_last = ptx::count_arrival(counter) == static_cast<std::uint32_t>(pieces - 1);
     if (is_last) *counter = 0;  // Ready for the next launch.
     s.last_arriver = is_last;
   }
   ptx::named_barrier(kOutputBarrier, kOutputThreads);
   if (!s.last_arriver) return;
-  __threadfence();
 
   constexpr int kValues = kLatent / 4 * kRows;
   const int slice = kValues / k.geometry.splits_per_group;
   const int begin = partials.split * slice;
   for (int index = begin + threadIdx.x; index < begin + slice; index += kOutputThreads) {
     const FragmentPlace<kRows> place(index);
-    const MergedValue merged = merge_values<4>(
+    const MergedValue merged = merge_values<8>(
         pieces,
         [&](int i, float2& max, float2& sum) {
           max = __ldcg(reinterpret_cast<const float2*>(partials.max(slot(i)) + place.column));
@@ -317,6 +317,13 @@ __device__ void finish_alone(const KernelParams& k, const Job& job, const JobWal
   if (!job.whole) merge_if_last(k, job, walk, partials, s);
 }
 
+/// What a cluster's merge notes of its blocks' results, behind the block's own output in the ring.
+template <int kRows>
+struct MergeScratch {
+  float max[kMaxSplits][kRows], sum[kMaxSplits][kRows], weight[kMaxSplits][kRows];
+  float merged_max[kRows];
+};
+
 /// The end of a job for a cluster whose blocks share its keys: each block merges one slice of the
 /// blocks' results through distributed shared memory.
 template <typename T, int kRows>
@@ -342,32 +349,78 @@ __device__ void finish_in_cluster(const KernelParams& k, const Job& job, const J
 
   constexpr int kValues = kLatent / 4 * kRows;
   const int slice = kValues / splits;
-  const int begin = partials.split * slice;
+  const int end = (partials.split + 1) * slice;
   const std::uint32_t values = ptx::shared_address(s.ring);
   const std::uint32_t message = ptx::shared_address(s.message);
-  const auto rank_of = [&](int split) {
-    return split * k.geometry.row_tiles_per_group + partials.row_tile;
+  // Each block begins with itself, so that not all read from one.
+  const auto source_of = [&](int i) {
+    const int source = partials.split + i;
+    return source < splits ? source : source - splits;
   };
-  for (int index = begin + threadIdx.x; index < begin + slice; index += kOutputThreads) {
+  const auto rank_of = [&](int source) {
+    return source * k.geometry.row_tiles_per_group + partials.row_tile;
+  };
+  float4 value[kMaxSplits];
+  const auto load_values = [&](int index) {
+#pragma unroll
+    for (int i = 0; i < kMaxSplits; ++i) {
+      if (i < splits && index < end) {
+        value[i] = ptx::load_cluster_float4(
+            ptx::cluster_address(values + index * 16, rank_of(source_of(i))));
+      }
+    }
+  };
+  int index = partials.split * slice + threadIdx.x;
+  load_values(index);
+  auto& scratch = *reinterpret_cast<MergeScratch<kRows>*>(own + kValues);
+  static_assert(sizeof(s.ring) >= kValues * 16 + sizeof(scratch));
+  for (int i = threadIdx.x; i < splits * kRows; i += kOutputThreads) {
+    const int source = i / kRows, row = i % kRows;
+    const std::uint32_t at = ptx::cluster_address(message + row * 4, rank_of(source));
+    scratch.max[source][row] = ptx::load_cluster_float(at);
+    scratch.sum[source][row] = ptx::load_cluster_float(at + kRows * 4);
+  }
+  ptx::named_barrier(kOutputBarrier, kOutputThreads);
+  for (int i = threadIdx.x; i < splits * kRows; i += kOutputThreads) {
+    const int source = i / kRows, row = i % kRows;
+    float max = -INFINITY;
+    for (int other = 0; other < splits; ++other) {
+      const float m = scratch.max[other][row];
+      max = m > max || m != m ? m : max;
+    }
+    scratch.weight[source][row] = merge_weight(scratch.max[source][row], max);
+    if (source == 0) scratch.merged_max[row] = max;
+  }
+  ptx::named_barrier(kOutputBarrier, kOutputThreads);
+  while (index < end) {
     const FragmentPlace<kRows> place(index);
-    const MergedValue merged = merge_values<8>(
-        splits,
-        [&](int i, float2& max, float2& sum) {
-          const std::uint32_t at = ptx::cluster_address(message + place.column * 4, rank_of(i));
-          max = ptx::load_cluster_float2(at);
-          sum = ptx::load_cluster_float2(at + kRows * 4);
-        },
-        [&](int i) {
-          return ptx::load_cluster_float4(ptx::cluster_address(values + index * 16, rank_of(i)));
-        });
+    MergedValue merged{};
+    merged.max = *reinterpret_cast<const float2*>(&scratch.merged_max[place.column]);
+#pragma unroll
+    for (int i = 0; i < kMaxSplits; ++i) {
+      if (i >= splits) break;
+      const int source = source_of(i);
+      const float2 weight =
+          *reinterpret_cast<const float2*>(&scratch.weight[source][place.column]);
+      const float2 sum = *reinterpret_cast<const float2*>(&scratch.sum[source][place.column]);
+      merged.sum.x += weight.x * sum.x;
+      merged.sum.y += weight.y * sum.y;
+      merged.value.x += weight.x * value[i].x;
+      merged.value.y += weight.y * value[i].y;
+      merged.value.z += weight.x * value[i].z;
+      merged.value.w += weight.y * value[i].w;
+    }
     if (job.whole) {
       store_merged(k, job, place, merged);
     } else {
       partials.out(job.slot)[index] = merged.value;
-      // Each slice carries all stats that its merger needs; several threads write the same.
-      *reinterpret_cast<float2*>(partials.max(job.slot) + place.column) = merged.max;
-      *reinterpret_cast<float2*>(partials.sum(job.slot) + place.column) = merged.sum;
+      if (place.channel % 64 == 0) {  // One of the threads that hold these rows.
+        *reinterpret_cast<float2*>(partials.max(job.slot) + place.column) = merged.max;
+        *reinterpret_cast<float2*>(partials.sum(job.slot) + place.column) = merged.sum;
+      }
     }
+    index += kOutputThreads;
+    load_values(index);
   }
   ptx::cluster_arrive();
   __syncwarp();

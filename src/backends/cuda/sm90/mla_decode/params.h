@@ -54,6 +54,9 @@ struct MlaDecodeParams {
 
   float sm_scale = 0.f;
   bool causal = true;  ///< Inside the query block; false: every query token sees all seq_len keys.
+  /// The query at position p sees keys from p - window_left on; negative: all.
+  std::int32_t window_left = -1;
+  const float* sinks = nullptr;  ///< Optional [N]: raw logits in the denominator, not in lse.
 };
 
 /// How a launch covers the work. Fixed when a CUDA graph is captured; any lengths are right with

@@ -22,7 +22,7 @@ constexpr int kKeyTile = 64;  ///< M of a warpgroup product: keys stand on the M
 struct alignas(16) GroupRange {
   std::int32_t request;         ///< Of the first job.
   std::int32_t job;             ///< First job among its request's.
-  std::int32_t tile;            ///< First key tile of the first job.
+  std::int32_t tile;            ///< First key tile of the first job, among those it sees.
   std::int32_t units;           ///< Units of the range.
   std::int32_t job_first_unit;  ///< Unit number of the first job's start.
   std::int32_t total_units;     ///< Of the whole batch.
@@ -38,14 +38,25 @@ struct ScheduleShape {
   std::int32_t num_heads;
   std::int32_t rows_per_job;  ///< rows * row_tiles_per_group
   std::int32_t splits_per_group;
+  std::int32_t window_left;
 };
 
 __host__ __device__ inline std::int32_t jobs_of(std::int32_t query_len, const ScheduleShape& s) {
   return (query_len * s.num_heads + s.rows_per_job - 1) / s.rows_per_job;
 }
 
-__host__ __device__ inline std::int32_t units_of(std::int32_t seq_len) {
-  return seq_len > 0 ? (seq_len + kKeyTile - 1) / kKeyTile : 1;
+/// The first key tile that some query token of the request sees.
+__host__ __device__ inline std::int32_t first_tile_of(std::int32_t seq_len, std::int32_t query_len,
+                                                      std::int32_t window_left) {
+  const std::int32_t key = seq_len - query_len - window_left;
+  return window_left < 0 || key <= 0 ? 0 : key / kKeyTile;
+}
+
+/// Key tiles of a job.
+__host__ __device__ inline std::int32_t units_of(std::int32_t seq_len, std::int32_t query_len,
+                                                 std::int32_t window_left) {
+  if (seq_len <= 0) return 1;
+  return (seq_len + kKeyTile - 1) / kKeyTile - first_tile_of(seq_len, query_len, window_left);
 }
 
 /// First unit of group `g`: g * total / groups.
@@ -101,14 +112,17 @@ __global__ void __launch_bounds__(kPlanThreads)
   const auto jobs = [&](std::int32_t r) {
     return r < num_requests ? jobs_of(query_start_loc[r + 1] - query_start_loc[r], shape) : 0;
   };
+  const auto job_units_of = [&](std::int32_t r) {
+    return units_of(seq_lens[r], query_start_loc[r + 1] - query_start_loc[r], shape.window_left);
+  };
   const auto units = [&](std::int32_t r) {
-    return r < num_requests ? jobs(r) * units_of(seq_lens[r]) : 0;
+    return r < num_requests ? jobs(r) * job_units_of(r) : 0;
   };
   std::int32_t my_units = 0, my_jobs = 0, my_longest = 0;
   for (std::int32_t r = thread; r < num_requests; r += kPlanThreads) {
     my_units += units(r);
     my_jobs += jobs(r);
-    if (jobs(r) > 0) my_longest = max(my_longest, units_of(seq_lens[r]));
+    if (jobs(r) > 0) my_longest = max(my_longest, job_units_of(r));
   }
   const std::int32_t unit_sum = block_inclusive_sum(my_units, scratch);
   const std::int32_t job_sum = block_inclusive_sum(my_jobs, scratch);
@@ -135,7 +149,7 @@ __global__ void __launch_bounds__(kPlanThreads)
     const std::int32_t jobs_end = jobs_before + block_inclusive_sum(jobs(r), scratch);
     const std::int32_t begin = end - units(r);
     const auto write = [&](std::int32_t g, std::int32_t unit, std::int32_t count) {
-      const std::int32_t job_units = units_of(seq_lens[r]);
+      const std::int32_t job_units = job_units_of(r);
       GroupRange range{};
       range.request = r;
       range.job = (unit - begin) / job_units;
@@ -150,7 +164,7 @@ __global__ void __launch_bounds__(kPlanThreads)
       ranges[g] = range;
     };
     if (jobs(r) > 0 && one_job_each) {
-      const std::int32_t job_units = units_of(seq_lens[r]);
+      const std::int32_t job_units = job_units_of(r);
       for (std::int32_t i = 0; i < jobs(r); ++i) {
         write(jobs_end - jobs(r) + i, begin + i * job_units, job_units);
       }

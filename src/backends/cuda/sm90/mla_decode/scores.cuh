@@ -11,102 +11,151 @@ __device__ void load_query(const KernelParams& k, const Job& job, SharedMemory<k
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32 % 4;
   const MlaDecodeParams& op = k.op;
-  constexpr int kBatch = 4;  // Rows in flight per warp: 12 loads of 16 bytes a lane.
-  for (int first = warp; first < kRows; first += 4 * kBatch) {
-    uint4 piece[kBatch][3];
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const int row = first + 4 * b;
-      piece[b][0] = piece[b][1] = piece[b][2] = uint4{0, 0, 0, 0};
-      if (row < job.num_rows) {
-        const std::uint32_t r = job.first_row + row;
-        const std::uint32_t token = r / static_cast<std::uint32_t>(op.num_heads);
-        const std::uint32_t head = r - token * op.num_heads;
-        const std::int64_t t = job.query_begin + static_cast<std::int64_t>(token);
-        const auto* latent = reinterpret_cast<const uint4*>(static_cast<const T*>(op.q_latent) +
-                                                            t * op.q_latent_token_stride +
-                                                            head * op.q_latent_head_stride);
-        const auto* pe = reinterpret_cast<const uint4*>(
-            static_cast<const T*>(op.q_pe) + t * op.q_pe_token_stride + head * op.q_pe_head_stride);
-        piece[b][0] = __ldg(latent + lane);
-        piece[b][1] = __ldg(latent + lane + 32);
-        if (lane < 8) piece[b][2] = __ldg(pe + lane);
-      }
-    }
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const int row = first + 4 * b;
-      const int swizzled = ((lane % 8) ^ (row % 8)) * 16;
-#pragma unroll
-      for (int i = 0; i < 3; ++i) {
-        const int chunk = i * 4 + lane / 8;
-        if (chunk < kChunks) {
-          *reinterpret_cast<uint4*>(s.q[position_of(chunk)] + row * 128 + swizzled) = piece[b][i];
-        }
-      }
-    }
+  if (threadIdx.x % 128 < kRows) {
+    const auto heads = static_cast<std::uint32_t>(op.num_heads);
+    const std::uint32_t first = job.first_row, row = threadIdx.x % 128;
+    s.query_of_row[row] = static_cast<std::uint8_t>((first + row) / heads - first / heads);
   }
+  const std::uint32_t q = ptx::shared_address(s.q[0]);
+#pragma unroll 4
+  for (int row = warp; row < kRows; row += 4) {
+    const bool exists = row < job.num_rows;
+    const std::uint32_t r = job.first_row + (exists ? row : 0);
+    const std::uint32_t token = r / static_cast<std::uint32_t>(op.num_heads);
+    const std::uint32_t head = r - token * op.num_heads;
+    const std::int64_t t = job.query_begin + static_cast<std::int64_t>(token);
+    const auto* latent =
+        reinterpret_cast<const uint4*>(static_cast<const T*>(op.q_latent) +
+                                       t * op.q_latent_token_stride + head * op.q_latent_head_stride);
+    const auto* pe = reinterpret_cast<const uint4*>(
+        static_cast<const T*>(op.q_pe) + t * op.q_pe_token_stride + head * op.q_pe_head_stride);
+    const std::uint32_t to = q + row * 128 + ((lane % 8) ^ (row % 8)) * 16;
+    constexpr std::uint32_t kChunk = kRows * 128;
+    ptx::copy_piece(to + position_of(lane / 8) * kChunk, latent + lane, exists);
+    ptx::copy_piece(to + position_of(4 + lane / 8) * kChunk, latent + 32 + lane, exists);
+    if (lane < 8) ptx::copy_piece(to + position_of(8) * kChunk, pe + lane, exists);
+  }
+  ptx::wait_for_pieces();
 }
 
-/// The keys that row tile column `column` sees: [0, limit).
-__device__ __forceinline__ std::int32_t visible_keys(const MlaDecodeParams& op, const Job& job,
-                                                     int column) {
-  if (!op.causal) return job.seq_len;
-  const auto query = static_cast<std::int32_t>(static_cast<std::uint32_t>(job.first_row + column) /
-                                               static_cast<std::uint32_t>(op.num_heads));
-  return job.seq_len - job.query_len + 1 + query;
+/// The keys that the rows of a tile see.
+struct VisibleKeys {
+  std::int32_t first_position;            ///< Of the first row's query token in its sequence.
+  std::int32_t any_begin, any_end;        ///< Some row sees them.
+  std::int32_t common_begin, common_end;  ///< Every row sees them.
+};
+
+__device__ inline VisibleKeys visible_keys(const MlaDecodeParams& op, const Job& job) {
+  const std::int32_t context = job.seq_len - job.query_len;
+  const std::int32_t first = context + job.first_row / op.num_heads;
+  const std::int32_t last = context + (job.first_row + max(job.num_rows, 1) - 1) / op.num_heads;
+  VisibleKeys v{first, 0, job.seq_len, 0, job.seq_len};
+  if (op.causal) v.any_end = last + 1, v.common_end = first + 1;
+  if (op.window_left >= 0) {
+    v.any_begin = first - op.window_left;
+    v.common_begin = last - op.window_left;
+  }
+  return v;
 }
 
-/// Scores, softmax and P of the block's key tiles. Run by one warpgroup.
+/// Zeros those keys of a tile that only some of the rows see and that hold a NaN or an infinity:
+/// rows that see them have a NaN in their weight already, and for the others 0 * NaN would spoil
+/// the output. Run by the score warpgroup once S is there, which needs the keys as they are.
+/// `chunk_of` gives the address of a channel chunk.
+template <typename T, typename ChunkOf>
+__device__ __forceinline__ void zero_spoiling_keys(const VisibleKeys& visible,
+                                                   std::int32_t first_key, ChunkOf chunk_of) {
+  constexpr std::uint32_t kExponent = std::is_same_v<T, __half> ? 0x7c007c00 : 0x7f807f80;
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32 % 4;
+  const std::int32_t any_begin = max(visible.any_begin - first_key, 0);
+  const std::int32_t any_end = min(visible.any_end - first_key, kKeyTile);
+  const std::int32_t common_begin = visible.common_begin - first_key;
+  const std::int32_t common_end = visible.common_end - first_key;
+#pragma unroll 1
+  for (int key = any_begin + warp; key < any_end; key += 4) {
+    if (key >= common_begin && key < common_end) continue;
+    uint4* pieces[2];
+    bool spoils = false;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      pieces[i] = reinterpret_cast<uint4*>(chunk_of(lane / 8 + 4 * i)) + key * 8 + lane % 8;
+      const uint4 v = *pieces[i];
+      for (const std::uint32_t word : {v.x, v.y, v.z, v.w}) {
+        spoils |= (word & kExponent & 0xffff) == (kExponent & 0xffff) ||
+                  (word & kExponent) >> 16 == kExponent >> 16;
+      }
+    }
+    if (__any_sync(~0u, spoils)) *pieces[0] = *pieces[1] = uint4{0, 0, 0, 0};
+  }
+  ptx::fence_async_proxy();
+}
+
+/// The score warpgroup at work on one job.
 template <typename T, int kRows>
-__device__ void score_tiles(const KernelParams& k, const Job& job, SharedMemory<kRows>& s,
-                            RingPosition<SharedMemory<kRows>::kSlots>& ring,
-                            std::uint32_t& message) {
-  constexpr int kBlocks = kRows / 8;  // Column blocks of the fragments.
+struct Scores {
+  using Ring = RingPosition<SharedMemory<kRows>::kSlots>;
+  static constexpr int kBlocks = kRows / 8;  // Column blocks of the fragments.
+  /// S of the next tile is issued before the softmax of this one, if its keys are there. Pays where
+  /// products, not bytes, take the time.
+  static constexpr bool kAhead = kRows >= FOVEA_AHEAD;
+
+  const KernelParams& k;
+  const Job& job;
+  SharedMemory<kRows>& s;
+  Ring& ring;
+  std::uint32_t& message;
+  const VisibleKeys visible;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32 % 4;
   const int g = lane / 4;
   const int c = lane % 4;
+  const int own_column = (g < kBlocks ? 8 * g : 0) + 2 * c;
   const float scale = k.op.sm_scale * kLog2e;
-  const std::uint64_t q_operand = ptx::swizzled_operand(ptx::shared_address(s.q[0]));
-  constexpr std::uint32_t kQueryChunk = kRows * 128 >> 4;
-  const std::int32_t common_limit = visible_keys(k.op, job, 0);
-
-  // Reference maximum of columns 8 g + 2 c and the next (log2 units); sums of this thread's keys.
+  // Of columns own_column and the next: reference maximum (log2 units), sum over this warp's keys.
   float max0 = -INFINITY, max1 = -INFINITY;
-  float sum[kBlocks][2];
-#pragma unroll
-  for (int j = 0; j < kBlocks; ++j) sum[j][0] = sum[j][1] = 0.f;
+  float sum0 = 0.f, sum1 = 0.f;
 
-  for (std::int32_t tile = job.tile_begin; tile < job.tile_end; ++tile) {
-    const std::int32_t keys = job.seq_len - tile * kKeyTile;
-    if (keys < kKeyTile) {
-      // What lies behind the last key may be NaN, and 0 * NaN would spoil the output.
-      for (int position = 0; position < kChunks; ++position) {
-        const auto at = ring.plus(position);
-        ptx::mbarrier_wait(ptx::shared_address(&s.full[at.slot]), at.parity);
-        auto* rows = reinterpret_cast<uint4*>(s.ring[at.slot]);
-        for (int i = keys * 8 + threadIdx.x % 128; i < kKeyTile * 8; i += 128) {
-          rows[i] = uint4{0, 0, 0, 0};
-        }
+  __device__ Scores(const KernelParams& k, const Job& job, SharedMemory<kRows>& s, Ring& ring,
+                    std::uint32_t& message)
+      : k(k), job(job), s(s), ring(ring), message(message), visible(visible_keys(k.op, job)) {}
+
+  /// Zeros the keys of the tile at `at` that no row sees: they may be NaN, and 0 * NaN would spoil
+  /// the output.
+  __device__ __forceinline__ void zero_unseen_keys(const Ring& at, std::int32_t first_key) {
+    const std::int32_t begin = visible.any_begin - first_key;  // The tile's keys seen by some row.
+    const std::int32_t end = visible.any_end - first_key;
+    if (begin <= 0 && end >= kKeyTile) return;
+    for (int position = 0; position < kChunks; ++position) {
+      const auto chunk = at.chunk(position);
+      ptx::mbarrier_wait(ptx::shared_address(&s.full[chunk.slot]), chunk.parity);
+      auto* pieces = reinterpret_cast<uint4*>(s.ring[chunk.slot]);
+      for (int i = threadIdx.x % 128; i < kKeyTile * 8; i += 128) {
+        if (i / 8 < begin || i / 8 >= end) pieces[i] = uint4{0, 0, 0, 0};
       }
-      ptx::fence_async_proxy();
-      ptx::named_barrier(kScoreBarrier, 128);
     }
+    ptx::fence_async_proxy();
+    ptx::named_barrier(kScoreBarrier, 128);
+  }
 
-    // S^T [64 keys, rows] = sum over 9 chunks of K [64, 64] Q^T [64, rows].
-    const auto tile_ring = ring.uniform();
-    float score[kRows / 2];
+  /// Issues S^T [64 keys, rows] = sum over 9 chunks of K [64, 64] Q^T [64, rows].
+  __device__ __forceinline__ void issue(float (&score)[kRows / 2], const Ring& position_of_tile,
+                                        std::int32_t tile) {
+    zero_unseen_keys(position_of_tile, tile * kKeyTile);
+    const auto tile_ring = position_of_tile.uniform();
+    std::uint64_t q_operand = ptx::swizzled_operand(ptx::shared_address(s.q[0]));
+    asm volatile("" : "+l"(q_operand));  // 36 hoisted sums of it would spill.
+    constexpr std::uint32_t kQueryChunk = kRows * 128 >> 4;
     // All chunks first, then products without a break: 6% faster at 64 rows than chunk by chunk.
 #pragma unroll
     for (int position = 0; position < kChunks; ++position) {
-      const auto at = tile_ring.plus(position);
+      const auto at = tile_ring.chunk(position);
       ptx::mbarrier_wait(ptx::shared_address(&s.full[at.slot]), at.parity);
     }
     ptx::wgmma_fence();
 #pragma unroll
     for (int position = 0; position < kChunks; ++position) {
-      const auto at = tile_ring.plus(position);
+      const auto at = tile_ring.chunk(position);
       const std::uint64_t k_operand = ptx::swizzled_operand(ptx::shared_address(s.ring[at.slot]));
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
@@ -116,44 +165,73 @@ __device__ void score_tiles(const KernelParams& k, const Job& job, SharedMemory<
       }
     }
     ptx::wgmma_commit();
-    ptx::wgmma_wait<0>();
-    ptx::pin(score);
-    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&s.empty[ring.slot]));  // Rope chunk.
-    ring.advance(kChunks);
+  }
 
+  /// Scores in log2 units; -inf where a row does not see a key.
+  __device__ __forceinline__ void scale_and_mask(float (&score)[kRows / 2], std::int32_t tile) {
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i) score[i] *= scale;
-    if ((tile + 1) * kKeyTile > common_limit) {
-      const std::int32_t key = tile * kKeyTile + warp * 16 + g;
+    const std::int32_t first_key = tile * kKeyTile;
+    if (first_key >= visible.common_begin && first_key + kKeyTile <= visible.common_end) return;
+    const std::int32_t key = first_key + warp * 16 + g;
+    const std::int32_t window = k.op.window_left < 0 ? INT32_MAX : k.op.window_left;
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) {
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        const std::int32_t position = visible.first_position + s.query_of_row[8 * j + 2 * c + b];
+        const std::int32_t begin = position - window;
+        const std::int32_t end = k.op.causal ? position + 1 : job.seq_len;
+        if (key < begin || key >= end) score[4 * j + b] = -INFINITY;
+        if (key + 8 < begin || key + 8 >= end) score[4 * j + 2 + b] = -INFINITY;
+      }
+    }
+    zero_spoiling_keys<T>(visible, first_key,
+                          [&](int chunk) { return s.ring[ring.chunk(position_of(chunk)).slot]; });
+  }
+
+  /// Reduces each column over the lanes of the warp; columns own_column and the next come back.
+  /// Lanes halve the columns between them: 14 shuffles at 64 rows, where a result in every lane
+  /// would take 48.
+  template <typename Reduce>
+  __device__ __forceinline__ float2 reduce_columns(float (&v)[kBlocks][2], Reduce reduce) const {
+    // Lane bits above those that choose a column block first: lanes that differ in them share it.
+#pragma unroll
+    for (int step = 16; step / 4 >= kBlocks; step /= 2) {
 #pragma unroll
       for (int j = 0; j < kBlocks; ++j) {
+        v[j][0] = reduce(v[j][0], __shfl_xor_sync(~0u, v[j][0], step));
+        v[j][1] = reduce(v[j][1], __shfl_xor_sync(~0u, v[j][1], step));
+      }
+    }
+#pragma unroll
+    for (int half = kBlocks / 2; half > 0; half /= 2) {
+      const bool upper = (g & half) != 0;
+#pragma unroll
+      for (int j = 0; j < half; ++j) {
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
-          const std::int32_t limit = visible_keys(k.op, job, 8 * j + 2 * c + b);
-          if (key >= limit) score[4 * j + b] = -INFINITY;
-          if (key + 8 >= limit) score[4 * j + 2 + b] = -INFINITY;
+          const float kept = upper ? v[j + half][b] : v[j][b];
+          const float given = upper ? v[j][b] : v[j + half][b];
+          v[j][b] = reduce(kept, __shfl_xor_sync(~0u, given, half * 4));
         }
       }
     }
+    return float2{v[0][0], v[0][1]};
+  }
 
-    // Maximum of each column: over the lanes of a warp, then over the warps.
-    float mine0 = -INFINITY, mine1 = -INFINITY;
+  /// Softmax of the current tile against the lagging maximum, and P to the output warpgroups.
+  __device__ __forceinline__ void publish(float (&score)[kRows / 2], std::int32_t tile) {
+    scale_and_mask(score, tile);
+    float over_keys[kBlocks][2];
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j) {
-      float a = fmaxf(score[4 * j], score[4 * j + 2]);
-      float b = fmaxf(score[4 * j + 1], score[4 * j + 3]);
-#pragma unroll
-      for (int step = 4; step < 32; step *= 2) {
-        a = fmaxf(a, __shfl_xor_sync(~0u, a, step));
-        b = fmaxf(b, __shfl_xor_sync(~0u, b, step));
-      }
-      if (g == j) mine0 = a, mine1 = b;
+      over_keys[j][0] = fmaxf(score[4 * j], score[4 * j + 2]);
+      over_keys[j][1] = fmaxf(score[4 * j + 1], score[4 * j + 3]);
     }
+    const float2 mine = reduce_columns(over_keys, [](float a, float b) { return fmaxf(a, b); });
     float(&warp_max)[4][kRows] = s.warp_max[tile & 1];
-    const int own_column = (g < kBlocks ? 8 * g : 0) + 2 * c;
-    if (g < kBlocks) {
-      *reinterpret_cast<float2*>(&warp_max[warp][own_column]) = float2{mine0, mine1};
-    }
+    if (g < kBlocks) *reinterpret_cast<float2*>(&warp_max[warp][own_column]) = mine;
     ptx::named_barrier(kScoreBarrier, 128);
     float2 tile_max = *reinterpret_cast<const float2*>(&warp_max[0][own_column]);
 #pragma unroll
@@ -170,13 +248,6 @@ __device__ void score_tiles(const KernelParams& k, const Job& job, SharedMemory<
     if (!keep1) max1 = tile_max.y;
     const bool rescale = __any_sync(~0u, !(keep0 && keep1));
 
-    if (rescale) {
-#pragma unroll
-      for (int j = 0; j < kBlocks; ++j) {
-        sum[j][0] *= __shfl_sync(~0u, factor0, 4 * j + c);
-        sum[j][1] *= __shfl_sync(~0u, factor1, 4 * j + c);
-      }
-    }
     // P = 2^(score - max), against 0 where nothing is visible yet.
     const float base0 = max0 == -INFINITY ? 0.f : max0;
     const float base1 = max1 == -INFINITY ? 0.f : max1;
@@ -187,8 +258,8 @@ __device__ void score_tiles(const KernelParams& k, const Job& job, SharedMemory<
       const float b = __shfl_sync(~0u, base1, 4 * j + c);
       const float p0 = exp2_approx(score[4 * j] - a), p1 = exp2_approx(score[4 * j + 1] - b);
       const float p2 = exp2_approx(score[4 * j + 2] - a), p3 = exp2_approx(score[4 * j + 3] - b);
-      sum[j][0] += p0 + p2;
-      sum[j][1] += p1 + p3;
+      over_keys[j][0] = p0 + p2;
+      over_keys[j][1] = p1 + p3;
       packed[j][0] = pack<T>(p0, p1);
       packed[j][1] = pack<T>(p2, p3);
     }
@@ -212,42 +283,81 @@ __device__ void score_tiles(const KernelParams& k, const Job& job, SharedMemory<
     }
     ptx::fence_async_proxy();
     ptx::mbarrier_arrive(ptx::shared_address(&s.p_full));
+    const float2 sums = reduce_columns(over_keys, [](float a, float b) { return a + b; });
+    sum0 = sum0 * factor0 + sums.x;
+    sum1 = sum1 * factor1 + sums.y;
   }
 
-  // The last message: maxima and sums.
+  /// S of the current tile, in `score`, is complete.
+  __device__ __forceinline__ void finish(float (&score)[kRows / 2], std::int32_t tile) {
+    // The rope chunk is not needed any more.
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&s.empty[ring.slot]));
+    publish(score, tile);
+    ring.advance(kChunks);
+  }
+
+  __device__ __forceinline__ void tiles() {
+    float score[kRows / 2];
+    std::int32_t tile = job.tile_begin;
+    if constexpr (kAhead) {
+      if (tile == job.tile_end) return;
+      issue(score, ring, tile);
+      ptx::wgmma_wait<0>();
+      ptx::pin(score);
+      for (; tile + 1 < job.tile_end; ++tile) {
+        float next[kRows / 2];
+        issue(next, ring.plus(kChunks), tile + 1);
+        finish(score, tile);
+        ptx::wgmma_wait<0>();
+        ptx::pin(next);
 #pragma unroll
-  for (int j = 0; j < kBlocks; ++j) {
-#pragma unroll
-    for (int step = 4; step < 32; step *= 2) {
-      sum[j][0] += __shfl_xor_sync(~0u, sum[j][0], step);
-      sum[j][1] += __shfl_xor_sync(~0u, sum[j][1], step);
+        for (int i = 0; i < kRows / 2; ++i) score[i] = next[i];
+      }
+      finish(score, tile);
+    } else {
+      for (; tile < job.tile_end; ++tile) {
+        issue(score, ring, tile);
+        ptx::wgmma_wait<0>();
+        ptx::pin(score);
+        finish(score, tile);
+      }
     }
   }
-  ptx::named_barrier(kScoreBarrier, 128);  // Everyone has read the last tile's maxima.
-  if (g == 0) {
-#pragma unroll
-    for (int j = 0; j < kBlocks; ++j) {
-      *reinterpret_cast<float2*>(&s.warp_max[0][warp][8 * j + 2 * c]) =
-          float2{sum[j][0], sum[j][1]};
+
+  /// The job's last message: maxima and sums.
+  __device__ __forceinline__ void publish_sums() {
+    ptx::named_barrier(kScoreBarrier, 128);  // Everyone has read the last tile's maxima.
+    if (g < kBlocks) {
+      *reinterpret_cast<float2*>(&s.warp_max[0][warp][own_column]) = float2{sum0, sum1};
     }
-  }
-  ptx::named_barrier(kScoreBarrier, 128);
-  ptx::mbarrier_wait(ptx::shared_address(&s.p_empty), (message & 1) ^ 1);
-  ++message;
-  if (warp == 0 && g < kBlocks) {
-    const int column = 8 * g + 2 * c;
-    float2 total{0.f, 0.f};
+    ptx::named_barrier(kScoreBarrier, 128);
+    ptx::mbarrier_wait(ptx::shared_address(&s.p_empty), (message & 1) ^ 1);
+    ++message;
+    if (warp == 0 && g < kBlocks) {
+      float2 total{0.f, 0.f};
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      const float2 part = *reinterpret_cast<const float2*>(&s.warp_max[0][w][column]);
-      total.x += part.x;
-      total.y += part.y;
+      for (int w = 0; w < 4; ++w) {
+        const float2 part = *reinterpret_cast<const float2*>(&s.warp_max[0][w][own_column]);
+        total.x += part.x;
+        total.y += part.y;
+      }
+      *reinterpret_cast<float2*>(&s.message[0][own_column]) = float2{max0, max1};
+      *reinterpret_cast<float2*>(&s.message[1][own_column]) = total;
     }
-    *reinterpret_cast<float2*>(&s.message[0][column]) = float2{max0, max1};
-    *reinterpret_cast<float2*>(&s.message[1][column]) = total;
+    ptx::named_barrier(kScoreBarrier, 128);  // The sums are read before the next job's maxima come.
+    ptx::mbarrier_arrive(ptx::shared_address(&s.p_full));
   }
-  ptx::named_barrier(kScoreBarrier, 128);  // The sums are read before the next job's maxima come.
-  ptx::mbarrier_arrive(ptx::shared_address(&s.p_full));
+};
+
+/// Scores, softmax and P of the block's key tiles. Run by one warpgroup.
+template <typename T, int kRows>
+__device__ __forceinline__ void score_tiles(const KernelParams& k, const Job& job,
+                                            SharedMemory<kRows>& s,
+                                            RingPosition<SharedMemory<kRows>::kSlots>& ring,
+                                            std::uint32_t& message) {
+  Scores<T, kRows> scores(k, job, s, ring, message);
+  scores.tiles();
+  scores.publish_sums();
 }
 
 }  // namespace fovea::cuda::mla

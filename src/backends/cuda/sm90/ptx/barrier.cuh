@@ -84,13 +84,21 @@ __device__ __forceinline__ float4 load_cluster_float4(std::uint32_t address) {
   return v;
 }
 
-__device__ __forceinline__ float2 load_cluster_float2(std::uint32_t address) {
-  float2 v;
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
-               : "=f"(v.x), "=f"(v.y)
-               : "r"(address)
-               : "memory");
+__device__ __forceinline__ float load_cluster_float(std::uint32_t address) {
+  float v;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
   return v;
+}
+
+/// Adds 1 and returns what was there before. Orders all that the block did before its last barrier
+/// before all that other blocks do after their own call and a barrier.
+__device__ __forceinline__ std::uint32_t count_arrival(std::uint32_t* counter) {
+  std::uint32_t before;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;"
+               : "=r"(before)
+               : "l"(counter)
+               : "memory");
+  return before;
 }
 
 /// Waits until the kernels that this launch depends on have ended and their writes are visible.

@@ -35,6 +35,20 @@ __device__ __forceinline__ void load_box(std::uint32_t destination, const CUtens
       : "memory");
 }
 
+/// Copies 16 bytes of global to shared memory, or writes zeros where `exists` is false.
+__device__ __forceinline__ void copy_piece(std::uint32_t destination, const void* source,
+                                           bool exists) {
+  const int bytes = exists ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+               "r"(bytes)
+               : "memory");
+}
+
+/// Waits for this thread's copy_piece calls.
+__device__ __forceinline__ void wait_for_pieces() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
 /// Stores four 8x8 matrices of 16-bit elements transposed: lane l gives the address of row l % 8 of
 /// matrix l / 8 as it lies in memory.
 __device__ __forceinline__ void store_matrices_transposed(std::uint32_t address, std::uint32_t a,

@@ -1,0 +1,67 @@
+// Rows of a paged cache, in any format, as doubles.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "fovea/ops.h"
+#include "fovea/workspace.h"
+#include "kv/formats/format.h"
+
+namespace fovea::reference {
+
+/// Where key `key` of request `request` lies.
+inline std::byte* cached_row(const PagedKvCache& cache, const BlockTableView& table,
+                             std::int64_t request, std::int64_t key) {
+  const std::int32_t* blocks = table.data + request * table.stride;
+  return cache.row(blocks[key / cache.block_size()], key % cache.block_size());
+}
+
+/// Reads heads of rows of one format.
+class HeadReader {
+ public:
+  static std::int64_t scratch(const KvFormat& format) {
+    return Workspace::rounded(format.head_elements() * std::int64_t{sizeof(float)});
+  }
+  HeadReader(const KvFormat& format, WorkspaceScope& scope)
+      : format_(format), floats_(scope.take<float>(format.head_elements())) {}
+
+  /// The first `count` elements of head `head`.
+  void load(const std::byte* row, std::int64_t head, std::int64_t count, double* values) const {
+    const auto bytes = static_cast<std::size_t>(format_.head_bytes());
+    decode_head(format_, std::span(row + head * format_.head_bytes(), bytes),
+                std::span(floats_, static_cast<std::size_t>(format_.head_elements())));
+    for (std::int64_t i = 0; i < count; ++i) values[i] = static_cast<double>(floats_[i]);
+  }
+  void load(const std::byte* row, std::int64_t head, double* values) const {
+    load(row, head, format_.head_elements(), values);
+  }
+
+ private:
+  const KvFormat& format_;
+  float* floats_;
+};
+
+/// Keys and values of heads.
+class PagedKvReader {
+ public:
+  static std::int64_t scratch(const PagedKv& kv) {
+    return HeadReader::scratch(kv.k_cache->format()) + HeadReader::scratch(kv.v_cache->format());
+  }
+  PagedKvReader(const PagedKv& kv, WorkspaceScope& scope)
+      : kv_(kv), keys_(kv.k_cache->format(), scope), values_(kv.v_cache->format(), scope) {}
+
+  void load_key(std::int64_t request, std::int64_t kv_head, std::int64_t key, double* row) const {
+    keys_.load(cached_row(*kv_.k_cache, kv_.block_table, request, key), kv_head, row);
+  }
+  void load_value(std::int64_t request, std::int64_t kv_head, std::int64_t key, double* row) const {
+    values_.load(cached_row(*kv_.v_cache, kv_.block_table, request, key), kv_head, row);
+  }
+
+ private:
+  const PagedKv& kv_;
+  HeadReader keys_;
+  HeadReader values_;
+};
+
+}  // namespace fovea::reference
