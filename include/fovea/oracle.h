@@ -12,11 +12,29 @@
 
 namespace fovea::oracle {
 
-/// Element types that the oracle decodes by itself.
-enum class Format { f32, f16, bf16 };
+/// Element types that the oracle decodes by itself. i4: two's complement, two per byte, low nibble
+/// first.
+enum class Format { f32, f16, bf16, f8e4m3fn, f8e5m2, i8, i4 };
 
 /// `count` elements of `format` at `bytes`, exactly.
 std::vector<double> decode(const void* bytes, std::int64_t count, Format format);
+
+/// Where the scales of a stored row of keys or values are.
+enum class RowScales {
+  none,
+  per_tensor,  ///< RowFormat::scale.
+  per_token,   ///< Each head is followed by float32 scales of its first group and of the rest.
+  ds_mla,      ///< 512 f8e4m3fn, 4 float32 scales of 128 each, 64 bf16.
+};
+struct RowFormat {
+  Format format = Format::f32;
+  RowScales scales = RowScales::none;
+  std::int64_t num_heads = 1;
+  std::int64_t first_group = 0;  ///< Elements of a head under its first scale.
+  double scale = 1;
+};
+/// The `count` values of a stored row.
+std::vector<double> decode_row(const void* bytes, std::int64_t count, const RowFormat& row);
 
 /// Dense attention of one sequence. Query i stands at position num_keys - num_queries + i.
 struct Attention {
