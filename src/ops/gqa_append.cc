@@ -10,9 +10,9 @@ void validate_rotation(const GqaAppendParams& p) {
   const char* op = kGqaAppend.name;
   check_view({op, "cos_sin"}, p.rope.cos_sin, {{"max_position"}, {"R"}});
   const std::int64_t rope_dim = p.rope.cos_sin.shape[1];
-  FOVEA_CHECK(rope_dim <= p.k.shape[2], invalid_argument,
-              "{}: cos_sin is {}; R must be at most Dk = {}", op, to_string(p.rope.cos_sin),
-              p.k.shape[2]);
+  FOVEA_CHECK(rope_dim <= p.k.shape[2] && rope_dim % 2 == 0, invalid_argument,
+              "{}: cos_sin is {}; R must be even and at most Dk = {}", op,
+              to_string(p.rope.cos_sin), p.k.shape[2]);
   check_rope_angles(op, p.rope, p.k.shape[0], rope_dim);
   check_rope_data(op, p.rope);
 }

@@ -10,6 +10,8 @@ void validate(const RopeParams& p) {
   const Argument x{op, "x"};
   check_view(x, p.x, {{"T"}, {"N"}, {"R"}});
   check_compute_dtype(x, p.x);
+  FOVEA_CHECK(p.x.shape[2] % 2 == 0, invalid_argument,
+              "{}: x is {}; R must be even, as channels turn in pairs", op, to_string(p.x));
   check_rope_angles(op, p.angles, p.x.shape[0], p.x.shape[2]);
   check_output(x, p.x);
   check_rope_data(op, p.angles);

@@ -14,8 +14,6 @@ TensorView flat_positions(const RopeAngles& angles) {
 void check_rope_angles(const char* op, const RopeAngles& angles, std::int64_t tokens,
                        std::int64_t rope_dim) {
   const Argument positions{op, "positions"}, cos_sin{op, "cos_sin"};
-  FOVEA_CHECK(rope_dim % 2 == 0, invalid_argument,
-              "{}: R is {}; it must be even, as channels turn in pairs", op, rope_dim);
   const MropeSections& sections = angles.sections;
   if (sections.multi_axis()) {
     const auto& pairs = sections.pairs;

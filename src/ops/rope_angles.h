@@ -12,7 +12,8 @@ namespace fovea {
 /// [1, T] as [T]; [3, T] stays.
 TensorView flat_positions(const RopeAngles& angles);
 
-/// Shapes and dtypes, for `tokens` tokens and rope_dim channels. Positions are flat.
+/// Shapes and dtypes, for `tokens` tokens and rope_dim channels, an even number. Positions are
+/// flat.
 void check_rope_angles(const char* op, const RopeAngles& angles, std::int64_t tokens,
                        std::int64_t rope_dim);
 /// Elements are there, and every position has a row of cos_sin.

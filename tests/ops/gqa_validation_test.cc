@@ -82,7 +82,6 @@ TEST_F(GqaValidation, DecodeNamesWhatDoesNotFit) {
       {[](auto& p) { p.sm_scale = 0; }, {"sm_scale is 0", "positive"}},
       {[](auto& p) { p.sinks = p.sinks.slice(0, 0, 5); }, {"sinks", "[5]", "N = 6"}},
       {[&](auto& p) { p.sinks = bf16_sinks; }, {"sinks is bf16[6]", "must be f32"}},  // B113
-      {[](auto& p) { p.sinks.data = nullptr; }, {"sinks", "null pointer"}},
       {[](auto& p) { p.out.data = p.sinks.data; }, {"out", "shares memory with sinks"}},
       {[](auto& p) { p.variant.soft_cap = -1; }, {"soft_cap is -1", "at least 0"}},
       {[](auto& p) { p.variant.soft_cap = std::numeric_limits<float>::infinity(); },
@@ -242,6 +241,8 @@ TEST_F(GqaValidation, AppendWritesNothingWhenAnythingIsBad) {  // B069, B070
       {[](auto& p) { p.slot_mapping.dtype = DType::u8; }, {"slot_mapping is u8", "i32 or i64"}},
       {[&](auto& p) { p.k.data = memory.view().data; }, {"k_cache", "shares memory with k"}},
       {[&](auto& p) { p.rope.cos_sin = wide; }, {"cos_sin", "[10, 10]", "at most Dk = 8"}},
+      {[&](auto& p) { p.rope.cos_sin = wide.view().slice(1, 0, 7); },
+       {"cos_sin", "[10, 7]", "even"}},
       {[](auto& p) { p.rope.positions = {}; }, {"positions is absent"}},
       {[&](auto& p) { p.rope.positions = TensorView::of(outside, {3}); },
        {"positions[1] is 10", "[0, 10)"}},

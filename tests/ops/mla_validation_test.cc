@@ -61,6 +61,7 @@ class MlaValidation : public ::testing::Test {
 TEST_F(MlaValidation, NamesTheOperandThatDoesNotFit) {
   const PagedKvCache narrow =
       PagedKvCache::allocate({kBf16, 39}, {.num_blocks = 1, .block_size = 1});
+  const Tensor few_sinks = Tensor::zeros(DType::f32, {3});
   const Tensor f16 = Tensor::zeros(DType::f16, {3, 4, 32});
   const Bad cases[] = {
       {[](auto& p) { p.q_latent = {}; }, {"q_latent is absent", "[T, N, L]"}},
@@ -81,6 +82,9 @@ TEST_F(MlaValidation, NamesTheOperandThatDoesNotFit) {
       {[](auto& p) { p.lse.dtype = DType::i32; }, {"lse", "i32[4, 3]", "must be f32"}},
       {[](auto& p) { p.sm_scale = 0; }, {"sm_scale is 0", "positive"}},
       {[](auto& p) { p.sm_scale = std::nanf(""); }, {"sm_scale is nan"}},
+      {[&](auto& p) { p.sinks = few_sinks; }, {"sinks is f32[3]", "N = 4"}},
+      {[](auto& p) { p.sinks = p.lse.select(1, 0); }, {"lse", "shares memory with sinks"}},
+      {[](auto& p) { p.variant.soft_cap = -2; }, {"soft_cap is -2", "at least 0"}},
       {[](auto& p) { p.schedule = nullptr; }, {"schedule is null", "schedule_decode", "_once"}},
       {[](auto& p) { p.q_latent.strides[0] = std::int64_t{1} << 61; }, {"q_latent", "64-bit"}},
   };
@@ -125,9 +129,10 @@ TEST_F(MlaValidation, RefusesAScheduleThatDoesNotFit) {
       {[](auto& s) { s.seq_lens[0] = -5; }, {"seq_lens[0] is -5"}},
       {[](auto& s) { s.items[0].kv_end = 21; }, {"[0, 21) of request 0"}},
       {[](auto& s) { s.items[0].kv_begin = -1; }, {"[-1, 20) of request 0"}},
-      {[](auto& s) { s.items[0].kv_begin = 1; }, {"with 59 keys", "2 items with 60 keys"}},
+      {[](auto& s) { s.items[0].kv_begin = 1; },
+       {"[1, 20) of request 0", "at the latest from key 0"}},
       {[](auto& s) { s.items[1].request = 2; }, {"of request 2"}},
-      {[](auto& s) { s.items[1].partial = 0; }, {"request 1 has partial 0", "-1"}},
+      {[](auto& s) { s.items[1].partial = 0; }, {"of request 1 and partial 0", "partial -1"}},
       {[](auto& s) {
          s.items.pop_back();
          s.worker_begin.back() -= 1;

@@ -60,6 +60,7 @@ TEST_F(RowValidation, Rope) {
   const PaddedTensor x(DType::f32, {2, 3, 8});
   const Tensor table = Tensor::zeros(DType::f32, {10, 8});
   const std::int32_t index[] = {4, 9}, negative[] = {4, -1}, beyond[] = {10, 0};
+  const std::int32_t axes[] = {0, 1, 2, 3, 4, 10};
   const Tensor floats = Tensor::zeros(DType::f32, {2});
   const Bad<RopeParams> cases[] = {
       {[](auto& p) { p.x = p.x.slice(2, 0, 7); }, {"x is", "R must be even"}},
@@ -78,6 +79,24 @@ TEST_F(RowValidation, Rope) {
        {"cos_sin", "contiguous"}},
       {[](auto& p) { p.angles.pairing = static_cast<RopePairing>(7); }, {"pairing is 7"}},
       {[](auto& p) { p.x.strides[1] = 0; }, {"x is", "must not share memory"}},
+      {[](auto& p) { p.angles.sections.interleaved = true; }, {"sections.interleaved", "pairs"}},
+      {[](auto& p) {
+         p.angles.sections.pairs = {2, 1, 2};
+       },
+       {"pairs are 2, 1 and 2", "R / 2 = 4"}},
+      {[](auto& p) {
+         p.angles.sections.pairs = {-1, 3, 2};
+       },
+       {"pairs are -1, 3 and 2", "not be negative"}},
+      {[](auto& p) {
+         p.angles.sections.pairs = {2, 1, 1};
+       },
+       {"positions is i32[2]", "[3, T]"}},
+      {[&](auto& p) {
+         p.angles.sections.pairs = {2, 1, 1};
+         p.angles.positions = TensorView::of(axes, {3, 2});
+       },
+       {"positions[5] is 10", "[0, 10)"}},
   };
   for (const auto& [spoil, parts] : cases) {
     SCOPED_TRACE(parts.front());
@@ -168,6 +187,14 @@ TEST_F(RowValidation, MergeState) {
       {[](auto& p) { p.suffix.out.dtype = DType::u8; }, {"suffix.out is u8"}},
       {[](auto& p) { p.result.out = p.result.out.slice(0, 0, 2); }, {"result.out", "T = 3"}},
       {[](auto& p) { p.result.lse.dtype = DType::i32; }, {"result.lse is i32"}},
+      {[](auto& p) { p.sinks = p.prefix.lse.select(1, 0).slice(0, 0, 3); },
+       {"sinks", "[3]", "N = 4"}},
+      {[](auto& p) {
+         p.sinks = p.prefix.lse.select(1, 0);
+         p.sinks.dtype = DType::i32;
+       },
+       {"sinks is i32", "must be f32"}},
+      {[](auto& p) { p.sinks = p.result.lse.select(1, 0); }, {"lse", "shares memory with sinks"}},
       {[](auto& p) { p.result.out.strides[0] = 0; }, {"result.out", "must not share memory"}},
       {[](auto& p) {
          p.result.out = p.prefix.out;
