@@ -225,6 +225,22 @@ TEST(PagedKvCacheTest, BadFormatsAndLayoutsAreRefusedByName) {
   }
 }
 
+TEST(PagedKvCacheTest, ColumnsAreTheSameRowsButNarrower) {
+  const PagedKvCache cache = PagedKvCache::allocate(
+      {DType::bf16, 12}, {.num_blocks = 3, .block_size = 4, .row_stride = 32, .storage_offset = 2});
+  const PagedKvCache columns = cache.columns(5, 7);
+  EXPECT_EQ(columns.format(), (KvFormat{DType::bf16, 7}));
+  EXPECT_EQ(columns.num_slots(), cache.num_slots());
+  for (std::int64_t slot = 0; slot < cache.num_slots(); ++slot) {
+    EXPECT_EQ(columns.slot(slot), cache.slot(slot) + 10);
+  }
+  EXPECT_EQ(columns.columns(2, 1).row(2, 3), cache.row(2, 3) + 14);
+  EXPECT_EQ(columns.layout().storage_offset, 12);
+  for (const auto& [first, count] : {std::pair{-1, 3}, {0, 13}, {12, 1}, {3, 0}, {6, -2}}) {
+    EXPECT_THROW(cache.columns(first, count), Error) << first << ", " << count;
+  }
+}
+
 TEST(PagedKvCacheTest, ForeignMemoryMustBePresentAndAligned) {
   alignas(8) std::byte memory[64];
   EXPECT_THROW(PagedKvCache::view(nullptr, {DType::f32, 4}, {.num_blocks = 1, .block_size = 1}),

@@ -19,7 +19,7 @@ class HeadWriter {
       : kernels_(kernels),
         heads_(heads),
         cache_(cache),
-        stored_(kernels, cache.format()),
+        stored_(kernels, cache.format(), heads.shape[1]),
         rope_(rope) {}
 
   void write(std::int64_t t, std::int64_t slot) const {

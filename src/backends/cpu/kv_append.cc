@@ -10,7 +10,7 @@ void kv_append(const Kernels& kernels, const OpContext& ctx, const KvAppendParam
   const PagedKvCache& cache = *params.cache;
   const std::int64_t latent = params.kv_c.shape[1];
   const std::int64_t rope_dim = params.k_pe.shape[1];
-  const StoredHeads heads(kernels, cache.format());
+  const StoredHeads heads(kernels, cache.format(), 1);
   const bool is_plain = cache.format().scales == KvScales::none;
   const auto append_tokens = [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t t = begin; t < end; ++t) {

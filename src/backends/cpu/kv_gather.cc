@@ -15,13 +15,16 @@ namespace {
 class RowCopier {
  public:
   RowCopier(const Kernels& kernels, const KvFormat& format, const TensorView& out)
-      : kernels_(kernels), format_(format), heads_(kernels, format), out_(out) {}
+      : kernels_(kernels), format_(format), heads_(kernels, format, format.num_heads), out_(out) {}
 
   void copy(std::byte* from, std::int64_t row) const {
-    const Row to = row_of(out_, {row});
     if (out_.dtype == DType::u8) {
-      std::memcpy(to.data, from, static_cast<std::size_t>(format_.row_bytes()));
-    } else if (format_.scales == KvScales::none) {
+      std::memcpy(out_.ptr<std::uint8_t>({row, 0}), from,
+                  static_cast<std::size_t>(format_.row_bytes()));
+      return;
+    }
+    const Row to = row_of(out_, {row});
+    if (format_.scales == KvScales::none) {
       copy_row(kernels_, Row{from, format_.dtype, 1}, format_.row_elements, to);
     } else {
       alignas(64) float values[KvFormat::kMaxScaledHead + kMaxLanes];

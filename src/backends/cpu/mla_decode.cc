@@ -10,7 +10,7 @@ namespace {
 class LatentRows {
  public:
   LatentRows(const Kernels& kernels, const MlaDecodeParams& params, std::int32_t request)
-      : heads_(kernels, params.cache->format()),
+      : heads_(kernels, params.cache->format(), 1),
         rows_(*params.cache, params.block_table, request) {}
 
   void load(AttendState& state, const KeyInterval& tile) const {

@@ -24,8 +24,8 @@ class PagedKvRows {
   PagedKvRows(const Kernels& kernels, const PagedKv& kv, std::int64_t request, std::int64_t kv_head,
               const NewTokens& new_tokens = {})
       : kernels_(kernels),
-        key_heads_(kernels, kv.k_cache->format()),
-        value_heads_(kernels, kv.v_cache->format()),
+        key_heads_(kernels, kv.k_cache->format(), kv.num_kv_heads),
+        value_heads_(kernels, kv.v_cache->format(), kv.num_kv_heads),
         keys_(*kv.k_cache, kv.block_table, request),
         values_(*kv.v_cache, kv.block_table, request),
         kv_head_(kv_head),

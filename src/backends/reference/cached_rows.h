@@ -20,11 +20,14 @@ inline std::byte* cached_row(const PagedKvCache& cache, const BlockTableView& ta
 /// Reads heads of rows of one format.
 class HeadReader {
  public:
-  static std::int64_t scratch(const KvFormat& format) {
-    return Workspace::rounded(format.head_elements() * std::int64_t{sizeof(float)});
+  static std::int64_t scratch(const KvFormat& format, std::int64_t num_heads) {
+    return Workspace::rounded(format.row_elements / num_heads * std::int64_t{sizeof(float)});
   }
-  HeadReader(const KvFormat& format, WorkspaceScope& scope)
-      : format_(format), floats_(scope.take<float>(format.head_elements())) {}
+  /// The number of heads is the op's: formats without scales per head need not know it.
+  HeadReader(const KvFormat& format, std::int64_t num_heads, WorkspaceScope& scope)
+      : format_(format), floats_(scope.take<float>(format.row_elements / num_heads)) {
+    format_.num_heads = num_heads;
+  }
 
   /// The first `count` elements of head `head`.
   void load(const std::byte* row, std::int64_t head, std::int64_t count, double* values) const {
@@ -38,7 +41,7 @@ class HeadReader {
   }
 
  private:
-  const KvFormat& format_;
+  KvFormat format_;
   float* floats_;
 };
 
@@ -46,10 +49,13 @@ class HeadReader {
 class PagedKvReader {
  public:
   static std::int64_t scratch(const PagedKv& kv) {
-    return HeadReader::scratch(kv.k_cache->format()) + HeadReader::scratch(kv.v_cache->format());
+    return HeadReader::scratch(kv.k_cache->format(), kv.num_kv_heads) +
+           HeadReader::scratch(kv.v_cache->format(), kv.num_kv_heads);
   }
   PagedKvReader(const PagedKv& kv, WorkspaceScope& scope)
-      : kv_(kv), keys_(kv.k_cache->format(), scope), values_(kv.v_cache->format(), scope) {}
+      : kv_(kv),
+        keys_(kv.k_cache->format(), kv.num_kv_heads, scope),
+        values_(kv.v_cache->format(), kv.num_kv_heads, scope) {}
 
   void load_key(std::int64_t request, std::int64_t kv_head, std::int64_t key, double* row) const {
     keys_.load(cached_row(*kv_.k_cache, kv_.block_table, request, key), kv_head, row);

@@ -10,7 +10,7 @@ namespace {
 class LatentSource {
  public:
   LatentSource(const MlaDecodeParams& params, WorkspaceScope& scope)
-      : params_(params), reader_(params.cache->format(), scope) {}
+      : params_(params), reader_(params.cache->format(), 1, scope) {}
 
   void load_query(std::int64_t t, std::int64_t n, double* row) const {
     load(row_of(params_.q_latent, t, n), row);
@@ -42,7 +42,7 @@ DecodeCall call_of(const MlaDecodeParams& p) {
 }  // namespace
 
 std::int64_t mla_decode_scratch(const OpContext&, const MlaDecodeParams& p) {
-  return split_decode_scratch(call_of(p)) + HeadReader::scratch(p.cache->format());
+  return split_decode_scratch(call_of(p)) + HeadReader::scratch(p.cache->format(), 1);
 }
 
 void mla_decode(const OpContext& ctx, const MlaDecodeParams& p) {

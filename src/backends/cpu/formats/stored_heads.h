@@ -12,8 +12,12 @@ namespace fovea::cpu {
 /// Reads and writes the heads of rows of one format.
 class StoredHeads {
  public:
-  StoredHeads(const Kernels& kernels, const KvFormat& format)
-      : kernels_(kernels), format_(format), head_bytes_(format.head_bytes()) {}
+  /// The number of heads is the op's: formats without scales per head need not know it.
+  StoredHeads(const Kernels& kernels, const KvFormat& format, std::int64_t num_heads)
+      : kernels_(kernels), format_(format) {
+    format_.num_heads = num_heads;
+    head_bytes_ = format_.head_bytes();
+  }
 
   std::int64_t elements() const { return format_.head_elements(); }
   /// Head `head` of the row at `row` to f32, with zeros up to a whole vector.
@@ -32,7 +36,7 @@ class StoredHeads {
   void load_codes(const std::byte* src, std::int64_t n, float scale, float* dst) const;
 
   const Kernels& kernels_;
-  const KvFormat& format_;
+  KvFormat format_;
   std::int64_t head_bytes_;
 };
 
