@@ -46,8 +46,8 @@ GqaDims GqaDims::validated() const {
   const auto from_dims =
       static_cast<float>(1 / (std::sqrt(static_cast<double>(result.head_dim)) * q_scaling));
   FOVEA_CHECK(sm_scale == 0.f || q_scaling == 1.f || sm_scale == from_dims, invalid_argument,
-              "dims.sm_scale is {} and q_scaling is {}, but only one of them may be given",
-              sm_scale, q_scaling);
+              "dims.sm_scale is {}, but only one of it and q_scaling = {} may be given", sm_scale,
+              q_scaling);
   if (sm_scale == 0.f) result.sm_scale = from_dims;
   return result;
 }

@@ -103,9 +103,6 @@ void MlaAttention::check(const OpContext& ctx, const Operands& o, const Attentio
   const std::int64_t tokens = o.kv_c.ndim == 2 ? o.kv_c.shape[0] : 0;
   const std::int64_t decodes = plan.split.num_decode_tokens;
   const bool absorbed = static_cast<bool>(o.decode_q_latent);
-  FOVEA_CHECK(!plan.paged_context, invalid_argument,
-              "plan was made with ContextPlanKind::paged, but MLA expands context chunk by chunk: "
-              "make it packed or equal");
   FOVEA_CHECK(!step.lora_ids, unsupported, "lora_ids is there, but must not be: MLA has no LoRA");
   FOVEA_CHECK(absorbed || absorb_, invalid_argument,
               "decode_q_latent is absent, but must be there: this attention was made for full "

@@ -1,6 +1,7 @@
 // What MlaAttention takes of the workspace, in the order in which mla_attention.cc takes it.
 #include <algorithm>
 
+#include "core/check.h"
 #include "fovea/mla.h"
 #include "layers/step.h"
 #include "layers/worst_case.h"
@@ -64,6 +65,9 @@ std::int64_t MlaAttention::decode_bytes(const OpContext& ctx, const DecodeSchedu
 }
 
 std::int64_t MlaAttention::workspace_bytes(const OpContext& ctx, const BatchPlan& plan) const {
+  FOVEA_CHECK(!plan.paged_context, invalid_argument,
+              "plan was made with ContextPlanKind::paged, but MLA expands context chunk by chunk: "
+              "make it packed or equal");
   const std::int64_t decodes = plan.split.num_decode_tokens;
   const std::int64_t prefills = plan.num_actual_tokens - decodes;
   std::int64_t bytes = decodes > 0 ? decode_bytes(ctx, plan.decode, decodes) : 0;

@@ -21,6 +21,7 @@ struct LayerShape {
   std::int64_t value = 16;
   std::int64_t hidden = 48;
   bool biases = false;
+  bool sinks = false;
 
   MlaDims dims() const {
     return MlaDims{.hidden_size = hidden,
@@ -72,6 +73,7 @@ class LayerWeights {
       views_.kv_a_bias = add(bias(L + R), oracle_.kv_a_bias);
       views_.o_bias = add(bias(H), oracle_.o_bias);
     }
+    if (shape.sinks) views_.sinks = add(make({N}, 1, 1), sinks_);
     oracle_.kv_b_proj = to_doubles(kv_b);
     if (order == KvBOrder::grouped) kv_b = grouped(kv_b);
     views_.kv_b_proj = kv_b;
@@ -82,6 +84,12 @@ class LayerWeights {
   const MlaWeights& views() const { return views_; }
   const oracle::MlaWeights& oracle() const { return oracle_; }
   oracle::MlaWeights& oracle() { return oracle_; }
+  void take_values_of(const LayerWeights& other) {
+    oracle_ = other.oracle_;
+    sinks_ = other.sinks_;
+  }
+  /// [N] or empty.
+  const std::vector<double>& sinks() const { return sinks_; }
 
  private:
   Tensor make(std::initializer_list<std::int64_t> shape, double stddev, double mean) {
@@ -120,6 +128,7 @@ class LayerWeights {
   std::vector<Tensor> tensors_;
   MlaWeights views_;
   oracle::MlaWeights oracle_;
+  std::vector<double> sinks_;
 };
 
 }  // namespace fovea::test

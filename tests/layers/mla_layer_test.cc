@@ -132,6 +132,64 @@ TEST(MlaLayer, SeveralQueryTokensPerDecode) {
   }
 }
 
+TEST(MlaLayer, WindowsChunksAndSinksOverContextChunks) {
+  const AttentionVariant variants[] = {{},
+                                       {.window_left = 9},
+                                       {.window_left = 40},
+                                       {.attention_chunk = 20},
+                                       {.window_left = 25, .soft_cap = 2.f}};
+  for (const AttentionVariant& variant : variants) {
+    for (ContextPlanKind kind : {ContextPlanKind::packed, ContextPlanKind::equal}) {
+      WorldOptions options;
+      options.shape.sinks = true;
+      options.variant = variant;
+      options.context_plan = kind;
+      options.workspace_rows = 64;
+      World world(options, {130, 24, 60, 9});
+      world.run({{0, 100}, {1, 3}, {2, 50}});
+      world.run({{0, 25}, {1, 16}, {2, 8}, {3, 8}});  // Contexts 100, 3, 50 and 0.
+      world.run({{3, 1}, {1, 1}, {2, 1}, {0, 4}});
+      world.run({{0, 1}, {1, 1}, {2, 1}});
+    }
+  }
+}
+
+TEST(MlaLayer, DraftTreesStandAtTheirDepth) {
+  // 0 - 1 - 2 and 0 - 3 - 4; a chain; both beside a prefill with context.
+  const std::vector<std::uint64_t> tree = {0b1, 0b11, 0b111, 0b1001, 0b11001}, chain = {1, 3};
+  for (std::int64_t window_left : {-1, 2}) {
+    for (MlaAbsorption absorption : {MlaAbsorption::two_step, MlaAbsorption::full}) {
+      WorldOptions options;
+      options.shape.sinks = true;
+      options.variant.window_left = window_left;
+      options.absorption = absorption;
+      options.split = {.reorder_batch_threshold = 5, .support = QueryLenSupport::varlen};
+      World world(options, {40, 30, 50});
+      world.run({{0, 30}, {1, 20}, {2, 9}});
+      world.run({{0, 5, tree}, {1, 2, chain}, {2, 11}});
+    }
+  }
+}
+
+TEST(MlaLayer, NormsSideBySideHaveTheBitsOfNormsInSequence) {
+  // One thread norms in sequence; rows fewer and more than threads.
+  for (DType dtype : {DType::f32, DType::bf16}) {
+    std::vector<std::vector<double>> outputs;
+    for (int threads : {1, 2, 5}) {
+      WorldOptions options;
+      options.dtype = dtype;
+      options.shape.q_lora = 24;
+      options.linear = LinearBackend::plain;
+      options.threads = threads;
+      World world(options, {24});
+      for (std::int32_t tokens : {17, 1, 3}) world.run({{0, tokens}});
+      outputs.push_back(world.stored_rows(0));
+    }
+    EXPECT_EQ(outputs[0], outputs[1]);
+    EXPECT_EQ(outputs[0], outputs[2]);
+  }
+}
+
 TEST(MlaLayer, PrefillPathAndDecodePathAgree) {
   WorldOptions options;
   World as_decode(options, {40});
@@ -291,13 +349,13 @@ TEST(MlaLayer, ProfileRunTakesTheWorstStepAndGivesZeros) {
 
 TEST(MlaLayer, ReloadChangesEveryWeight) {
   WorldOptions options;
-  options.shape = {.q_lora = 24, .biases = true};
+  options.shape = {.q_lora = 24, .biases = true, .sinks = true};
   for (MlaAbsorption absorption : {MlaAbsorption::two_step, MlaAbsorption::full}) {
     options.absorption = absorption;
     World world(options, kMixedLengths, 1);
     const test::LayerWeights other(options.shape, DType::f32, 77);
     const_cast<MlaLayer&>(world.layer()).reload(other.views());
-    world.weights().oracle() = other.oracle();
+    world.weights().take_values_of(other);
     serve_mixed(world);
   }
 }

@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <memory>
@@ -18,6 +20,8 @@
 #include "fovea/oracle.h"
 #include "fovea/runtime.h"
 #include "layers/layer_weights.h"
+#include "layers/mla_rules.h"
+#include "layers/rows_difference.h"
 #include "support/compare.h"
 
 namespace fovea::test {
@@ -30,6 +34,7 @@ struct WorldOptions {
   MlaAbsorption absorption = MlaAbsorption::two_step;
   LinearBackend linear = LinearBackend::automatic;
   std::string backend = "auto";
+  AttentionVariant variant = {};
   std::int64_t block_size = 16;
   std::int64_t workspace_rows = 64;
   ContextPlanKind context_plan = ContextPlanKind::packed;
@@ -45,10 +50,15 @@ struct WorldOptions {
   std::uint64_t block_seed = 1;  ///< Which blocks the sequences get.
 };
 
-/// `tokens` more tokens of sequence `sequence`.
+/// `tokens` more tokens of sequence `sequence`; drafts with `tree`.
 struct Extend {
   std::size_t sequence;
   std::int32_t tokens;
+  std::vector<std::uint64_t> tree = {};
+  /// Of token `i` behind a context of `context`.
+  std::int32_t position(std::int32_t context, std::int32_t i) const {
+    return context + (tree.empty() ? i : std::popcount(tree[static_cast<std::size_t>(i)]) - 1);
+  }
 };
 
 class World {
@@ -127,7 +137,7 @@ class World {
              hidden_of(extend.sequence, begin, begin + extend.tokens));
       for (std::int32_t t = begin; t < begin + extend.tokens; ++t, ++row) {
         slots[static_cast<std::size_t>(row)] = static_cast<double>(slot_of(extend.sequence, t));
-        positions[static_cast<std::size_t>(row)] = t;
+        positions[static_cast<std::size_t>(row)] = extend.position(begin, t - begin);
       }
     }
     s.slots = tensor_from(DType::i64, {rows}, slots);
@@ -135,9 +145,16 @@ class World {
     const auto requests = static_cast<std::int64_t>(extends.size());
     for (const Extend& extend : extends) {
       const std::vector<std::int32_t>& blocks = blocks_[extend.sequence];
-      const std::int32_t total = done_[extend.sequence] + extend.tokens;
+      const std::int32_t context = done_[extend.sequence], total = context + extend.tokens;
+      // What lies before the first query's window or chunk may be gone.
+      const AttentionVariant& variant = options_.variant;
+      std::int64_t first = variant.window_left >= 0 ? context - variant.window_left : 0;
+      if (variant.attention_chunk > 0) {
+        first = std::max(first, context / variant.attention_chunk * variant.attention_chunk);
+      }
       for (std::int64_t i = 0; i < table_width_; ++i) {
-        const bool needed = i * options_.block_size < total;
+        const bool needed =
+            i * options_.block_size < total && (i + 1) * options_.block_size > first;
         s.table.push_back(needed ? blocks[static_cast<std::size_t>(i)] : -99);
       }
     }
@@ -156,8 +173,17 @@ class World {
       batch.seq_lens.push_back(done_[extend.sequence] + extend.tokens);
       if (options_.all_prefilling) batch.is_prefilling.push_back(1);
     }
+    if (std::any_of(extends.begin(), extends.end(),
+                    [](const Extend& e) { return !e.tree.empty(); })) {
+      for (const Extend& extend : extends) {
+        batch.draft_tree.insert(batch.draft_tree.end(), extend.tree.begin(), extend.tree.end());
+        batch.draft_tree.resize(batch.draft_tree.size() + static_cast<std::size_t>(extend.tokens) -
+                                extend.tree.size());
+      }
+    }
     PlanOptions options;
     options.split = options_.split;
+    options.variant = options_.variant;
     options.context_plan = options_.context_plan;
     options.workspace_rows = options_.workspace_rows;
     options.block_size = options_.block_size;
@@ -297,7 +323,9 @@ class World {
     const std::size_t i = extend.sequence;
     const std::int32_t end = done_[i], begin = end - extend.tokens;
     std::vector<std::int64_t> positions;
-    for (std::int32_t t = begin; t < end; ++t) positions.push_back(options_.rotates ? t : 0);
+    for (std::int32_t t = begin; t < end; ++t) {
+      positions.push_back(options_.rotates ? extend.position(begin, t - begin) : 0);
+    }
     const std::span<const double> hidden = hidden_of(i, begin, end);
     const std::vector<double> fresh = oracle::mla_latent_rows(weights_.oracle(), hidden, positions);
     std::vector<double> rows = stored_rows(i);
@@ -316,9 +344,15 @@ class World {
                 rows.begin() +
                     static_cast<std::ptrdiff_t>(begin) * static_cast<std::ptrdiff_t>(row_elements));
     }
-    const std::vector<double> expected = oracle::mla_layer(
-        weights_.oracle(), hidden, positions, rows,
-        extend.tokens > 4 ? oracle::MlaForm::expanded : oracle::MlaForm::absorbed);
+    const bool plain =
+        options_.variant == AttentionVariant{} && !options_.shape.sinks && extend.tree.empty();
+    const std::vector<double> expected =
+        plain ? oracle::mla_layer(
+                    weights_.oracle(), hidden, positions, rows,
+                    extend.tokens > 4 ? oracle::MlaForm::expanded : oracle::MlaForm::absorbed)
+              : test::mla_layer_by_rules(weights_.oracle(),
+                                         {options_.variant, weights_.sinks(), extend.tree}, hidden,
+                                         positions, rows);
     EXPECT_TRUE(rows_close(expected, out, {relative_limit(options_.dtype), 0}))
         << "sequence " << i << ", tokens [" << begin << ", " << end << ")";
     const std::vector<double> values = to_doubles(out);
@@ -340,22 +374,5 @@ class World {
   Tensor cache_memory_;
   PagedKvCache cache_;
 };
-
-/// Largest difference of two outputs' rows over the row norm.
-inline double worst_row_difference(const std::vector<double>& a, const std::vector<double>& b,
-                                   std::int64_t width) {
-  EXPECT_EQ(a.size(), b.size());
-  double worst = 0;
-  for (std::size_t begin = 0; begin + static_cast<std::size_t>(width) <= a.size();
-       begin += static_cast<std::size_t>(width)) {
-    double norm = 0, error = 0;
-    for (std::size_t i = begin; i < begin + static_cast<std::size_t>(width); ++i) {
-      norm += a[i] * a[i];
-      error += (a[i] - b[i]) * (a[i] - b[i]);
-    }
-    worst = std::max(worst, std::sqrt(error / norm));
-  }
-  return worst;
-}
 
 }  // namespace fovea::test
