@@ -10,7 +10,8 @@ MUL_1, MUL_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64's mixer
 TENSOR_DOMAIN, TOKEN_DOMAIN = 1, 2
 
 (INPUT_LAYERNORM, Q_A_PROJ, Q_A_LAYERNORM, Q_B_PROJ, KV_A_PROJ, KV_A_LAYERNORM, KV_B_PROJ,
- O_PROJ, Q_A_BIAS, KV_A_BIAS, O_BIAS) = range(11)
+ O_PROJ, Q_A_BIAS, KV_A_BIAS, O_BIAS, Q_PROJ, K_PROJ, V_PROJ, Q_BIAS, K_BIAS, V_BIAS, Q_NORM,
+ K_NORM, SINKS, POST_ATTENTION_LAYERNORM) = range(21)
 
 # Sum of four 16-bit uniforms.
 MEAN = 2 * 65535
@@ -55,12 +56,58 @@ def matrix(seed, layer, tensor, rows, columns, stds):
     return centred_sums(key, rows * columns).reshape(rows, columns) * scale[:, None]
 
 
-def norm_weight(seed, layer, tensor, size):
-    return np.float32(1) + matrix(seed, layer, tensor, 1, size, 1.0)[0] * NORM_SPREAD
+def norm_weight(seed, layer, tensor, size, centre=1.0):
+    weight = np.float32(1) + matrix(seed, layer, tensor, 1, size, 1.0)[0] * NORM_SPREAD
+    return weight * np.float32(centre)
+
+
+def seeded_gqa_layer(config, seed, layer):
+    """As seeded_layer, of a layer with grouped-query attention. Norm weights are w, never w - 1."""
+    H, N, K, D = (config[k] for k in ("hidden_size", "num_heads", "num_kv_heads", "head_dim"))
+    normed = bool(config.get("qk_norm"))
+    scale = float(np.float32(config["sm_scale"]))
+    amplitude = config.get("rope_amplitude", 1.0)
+    from_hidden = 1 / math.sqrt(H * (1 + float(NORM_SPREAD) ** 2))
+    # Entries of q that give unit-variance keys logits of standard deviation 1.
+    unit = 1 / (scale * math.sqrt(D) * amplitude * amplitude)
+    plain = 1.0 if normed else PLAIN_STD * unit
+    peaked = 1.0 if normed else PEAKED_STD * unit
+    share = LOCAL_LOGIT / (PLAIN_STD * math.sqrt(D))
+    if normed:
+        cosine = min(share, 0.8)
+        share = cosine / math.sqrt(1 - cosine * cosine)
+
+    w = {"input_layernorm": norm_weight(seed, layer, INPUT_LAYERNORM, H)}
+    if config.get("post_attention_norm"):
+        w["post_attention_layernorm"] = norm_weight(seed, layer, POST_ATTENTION_LAYERNORM, H)
+    stds = []
+    for head in range(N):
+        std = peaked if head % HEAD_PERIOD == PEAKED_HEAD else plain
+        stds += [std * from_hidden] * D
+    w["q_proj"] = matrix(seed, layer, Q_PROJ, N * D, H, stds)
+    w["k_proj"] = matrix(seed, layer, K_PROJ, K * D, H, from_hidden)
+    for head in range(LOCAL_HEAD, N, HEAD_PERIOD):
+        key = head // (N // K)
+        w["q_proj"][head * D:(head + 1) * D] += (w["k_proj"][key * D:(key + 1) * D]
+                                                 * np.float32(share * plain))
+    w["v_proj"] = matrix(seed, layer, V_PROJ, K * D, H, from_hidden)
+    w["o_proj"] = matrix(seed, layer, O_PROJ, H, N * D, OUTPUT_STD * (1 / math.sqrt(N * D)))
+    if config.get("attention_bias"):
+        for name, tensor, size in (("q_bias", Q_BIAS, N * D), ("k_bias", K_BIAS, K * D),
+                                   ("v_bias", V_BIAS, K * D)):
+            w[name] = matrix(seed, layer, tensor, 1, size, BIAS_STD)[0]
+    if config.get("o_bias"):
+        w["o_bias"] = matrix(seed, layer, O_BIAS, 1, H, BIAS_STD)[0]
+    if normed:
+        w["q_norm"] = norm_weight(seed, layer, Q_NORM, D, PLAIN_STD * unit)
+        w["k_norm"] = norm_weight(seed, layer, K_NORM, D)
+    if config.get("sinks"):
+        w["sinks"] = matrix(seed, layer, SINKS, 1, N, 1.0)[0]
+    return w
 
 
 def seeded_layer(config, seed, layer):
-    """Tensors of one layer by their checkpoint names, float32."""
+    """Tensors of one layer with latent attention by their checkpoint names, float32."""
     H, N, Lq, L = (config[k] for k in ("hidden_size", "num_heads", "q_lora_rank", "kv_lora_rank"))
     P, R, V = (config[k] for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     q_in = Lq or H

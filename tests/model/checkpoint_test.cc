@@ -229,13 +229,13 @@ TEST(ConvertLayer, KeepsWhatFitsAndConvertsTheRest) {
   const LayerTensors layer = read_layer(checkpoint, tiny(), 0);
   const auto pool = make_std_thread_pool(2);
 
-  const LayerMemory same = convert_layer(layer, DType::f32, *pool);
+  const LayerMemory same = convert_layer(layer, DType::f32, NormWeights::as_stored, *pool);
   EXPECT_EQ(same.memory.size(), 1u);
   EXPECT_EQ(same.tensors.mla.o_proj.data, layer.mla.o_proj.data);
   EXPECT_NE(same.tensors.mla.kv_b_proj.data, layer.mla.kv_b_proj.data);
   EXPECT_EQ(*same.tensors.mla.kv_b_proj.ptr<float>({13, 7}), 111.f);
 
-  const LayerMemory halves = convert_layer(layer, DType::bf16, *pool);
+  const LayerMemory halves = convert_layer(layer, DType::bf16, NormWeights::as_stored, *pool);
   EXPECT_EQ(halves.memory.size(), 7u);
   EXPECT_EQ(halves.tensors.mla.kv_b_proj.data, layer.mla.kv_b_proj.data);
   EXPECT_EQ(to_float(*halves.tensors.mla.o_proj.ptr<BFloat16>({0, 1})), 0.25f);
@@ -250,10 +250,10 @@ TEST(ConvertLayer, MovesTensorsThatLieAtOddAddresses) {
   Checkpoint checkpoint(dir.path());
   const LayerTensors layer = read_layer(checkpoint, tiny(), 1);
   const auto pool = make_std_thread_pool(1);
-  const LayerMemory moved = convert_layer(layer, DType::f32, *pool);
+  const LayerMemory moved = convert_layer(layer, DType::f32, NormWeights::as_stored, *pool);
   EXPECT_EQ(moved.memory.size(), 8u);
   EXPECT_EQ(*moved.tensors.input_layernorm.ptr<float>({1}), 1.25f);
-  const LayerMemory halves = convert_layer(layer, DType::f16, *pool);
+  const LayerMemory halves = convert_layer(layer, DType::f16, NormWeights::as_stored, *pool);
   EXPECT_EQ(halves.memory.size(), 8u);
   EXPECT_EQ(to_float(*halves.tensors.input_layernorm.ptr<Float16>({1})), 1.25f);
 }

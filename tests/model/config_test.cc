@@ -47,6 +47,9 @@ TEST(ModelConfig, DimensionsAndDefaultsAreRead) {
   EXPECT_EQ(config.groups[0].rope.dim, 2);
   EXPECT_EQ(config.groups[0].rope.max_position, 640);
   EXPECT_EQ(config.groups[0].rope.pairing, RopePairing::interleaved);
+  ASSERT_EQ(config.groups.size(), 1u);
+  EXPECT_EQ(config.groups[0].variant, AttentionVariant{});
+  EXPECT_EQ(config.layer_group, (std::vector<std::int32_t>{0, 0}));
   const auto& yarn = std::get<YarnScaling>(config.groups[0].rope.scaling);
   EXPECT_EQ(yarn.factor, 40);
   EXPECT_EQ(yarn.original_max_position, 16);
@@ -89,6 +92,19 @@ TEST(ModelConfig, RopeParametersOfNewerFilesMeanTheSame) {
   EXPECT_EQ(new_style.mla.sm_scale, old_style.mla.sm_scale);
   EXPECT_EQ(std::get<YarnScaling>(new_style.groups[0].rope.scaling).mscale, 1);
   EXPECT_EQ(new_style.dtype, DType::bf16);
+}
+
+TEST(ModelConfig, YarnsAmplitudeAndRampAreRead) {
+  const ModelConfig config = changed([](json& c) {
+    c["rope_scaling"]["attention_factor"] = 1.25;
+    c["rope_scaling"]["truncate"] = false;
+  });
+  const auto& yarn = std::get<YarnScaling>(config.groups[0].rope.scaling);
+  EXPECT_EQ(yarn.attention_factor, 1.25);
+  EXPECT_FALSE(yarn.truncate);
+  EXPECT_TRUE(std::get<YarnScaling>(parse(tiny_config()).groups[0].rope.scaling).truncate);
+  // The amplitude is no part of the softmax scale.
+  EXPECT_EQ(config.mla.sm_scale, parse(tiny_config()).mla.sm_scale);
 }
 
 TEST(ModelConfig, NoScalingUnderAllItsSpellings) {
@@ -219,7 +235,7 @@ TEST(ModelConfig, WhatIsNotSupportedIsRefusedByName) {
   auto unsupported = [](const char* key, const json& value) {
     return refused(ErrorCode::unsupported, [&](json& c) { c[key] = value; });
   };
-  EXPECT_TRUE(mentions(unsupported("model_type", "llama"), {"model_type", "llama", "kimi_k2"}));
+  EXPECT_TRUE(mentions(unsupported("model_type", "mamba"), {"model_type", "mamba", "kimi_k2"}));
   EXPECT_TRUE(mentions(
       unsupported("quantization_config",
                   {{"quant_method", "fp8"}, {"fmt", "e4m3"}, {"weight_block_size", {128, 128}}}),
@@ -241,9 +257,9 @@ TEST(ModelConfig, WhatIsNotSupportedIsRefusedByName) {
   auto unsupported_rope = [](const char* key, const json& value) {
     return refused(ErrorCode::unsupported, [&](json& c) { c["rope_scaling"][key] = value; });
   };
-  EXPECT_TRUE(mentions(unsupported_rope("type", "llama3"), {"rope_scaling.rope_type", "llama3"}));
-  EXPECT_TRUE(mentions(unsupported_rope("attention_factor", 1.0), {"attention_factor"}));
-  EXPECT_TRUE(mentions(unsupported_rope("truncate", false), {"truncate"}));
+  EXPECT_TRUE(mentions(unsupported_rope("type", "proportional"),
+                       {"rope_scaling.rope_type", "proportional"}));
+  EXPECT_TRUE(mentions(unsupported_rope("type", "linear"), {"rope_scaling."}));
   EXPECT_TRUE(mentions(unsupported_rope("mrope_section", {1, 2}), {"rope_scaling.mrope_section"}));
   EXPECT_TRUE(mentions(unsupported_rope("mscale", 0), {"mscale", "mscale_all_dim"}));
   EXPECT_TRUE(

@@ -31,7 +31,7 @@ const PresetInfo& preset(std::string_view name) {
 }
 
 TEST(Model, PresetsHaveThePublishedDimensions) {
-  ASSERT_EQ(model_presets().size(), 6u);
+  ASSERT_EQ(model_presets().size(), 14u);
   auto expect = [](std::string_view name, std::vector<std::int64_t> dims, float sm_scale) {
     const ModelConfig& c = preset(name).config;
     const MlaDims& d = c.mla;
@@ -86,6 +86,7 @@ TEST(Model, LoadsADirectoryWithoutCopyingWhatFits) {
   EXPECT_EQ(model.layer(1).input_layernorm.ptr<float>()[1], 1.25f);
   EXPECT_THROW(model.layer(2), Error);
   EXPECT_THROW(model.mla_weights(-1), Error);
+  EXPECT_THROW(model.gqa_weights(0), Error);
 }
 
 TEST(Model, LayersOfADirectoryAgreeWithTheOracle) {

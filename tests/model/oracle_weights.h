@@ -11,7 +11,7 @@
 namespace fovea::test {
 
 /// Frequencies by the formulas of each scaling, from the oracle alone. LongRoPE: the short factors,
-/// as for sequences within the original length.
+/// as for sequences within the original length; dynamic NTK: of the table's length.
 inline oracle::Rotary oracle_rotary(const RopeConfig& rope) {
   const bool interleaved = rope.pairing == RopePairing::interleaved;
   if (const auto* yarn = std::get_if<YarnScaling>(&rope.scaling)) {
@@ -22,25 +22,41 @@ inline oracle::Rotary oracle_rotary(const RopeConfig& rope) {
          .beta_fast = yarn->beta_fast,
          .beta_slow = yarn->beta_slow,
          .mscale = yarn->mscale,
-         .mscale_all_dim = yarn->mscale_all_dim});
+         .mscale_all_dim = yarn->mscale_all_dim,
+         .attention_factor = yarn->attention_factor.value_or(0),
+         .truncate = yarn->truncate});
   }
-  oracle::Rotary rotary = oracle::rotary(rope.dim, rope.theta, interleaved);
   if (const auto* longrope = std::get_if<LongRopeScaling>(&rope.scaling)) {
-    for (std::size_t i = 0; i < rotary.inv_freq.size(); ++i) {
-      rotary.inv_freq[i] /= longrope->short_factor[i];
-    }
-    const auto original = static_cast<double>(longrope->original_max_position);
-    const double ratio = static_cast<double>(longrope->max_position) / original;
-    if (ratio > 1) rotary.amplitude = std::sqrt(1 + std::log(ratio) / std::log(original));
+    return oracle::rotary_long(rope.dim, rope.theta, interleaved, longrope->short_factor,
+                               static_cast<double>(longrope->max_position),
+                               static_cast<double>(longrope->original_max_position));
   }
-  return rotary;
+  if (const auto* linear = std::get_if<LinearScaling>(&rope.scaling)) {
+    return oracle::rotary_linear(rope.dim, rope.theta, interleaved, linear->factor);
+  }
+  if (const auto* dynamic = std::get_if<DynamicNtkScaling>(&rope.scaling)) {
+    return oracle::rotary_dynamic_ntk(rope.dim, rope.theta, interleaved, dynamic->factor,
+                                      static_cast<double>(rope.max_position),
+                                      static_cast<double>(dynamic->original_max_position));
+  }
+  if (const auto* llama3 = std::get_if<Llama3Scaling>(&rope.scaling)) {
+    return oracle::rotary_llama3(
+        rope.dim, rope.theta, interleaved,
+        {.factor = llama3->factor,
+         .low_freq_factor = llama3->low_freq_factor,
+         .high_freq_factor = llama3->high_freq_factor,
+         .original_max_position = static_cast<double>(llama3->original_max_position)});
+  }
+  return oracle::rotary(rope.dim, rope.theta, interleaved);
+}
+
+inline std::vector<double> optional_values(const TensorView& view) {
+  return view ? to_doubles(view) : std::vector<double>{};
 }
 
 inline oracle::MlaWeights oracle_weights(const ModelConfig& config, const MlaWeights& w) {
   const MlaDims& d = config.mla;
-  auto values = [](const TensorView& view) {
-    return view ? to_doubles(view) : std::vector<double>{};
-  };
+  constexpr auto values = optional_values;
   return {.hidden_size = d.hidden_size,
           .num_heads = d.num_heads,
           .q_lora_rank = d.q_lora_rank,
@@ -61,6 +77,36 @@ inline oracle::MlaWeights oracle_weights(const ModelConfig& config, const MlaWei
           .o_proj = values(w.o_proj),
           .o_bias = values(w.o_bias),
           .rotary = oracle_rotary(config.groups[0].rope)};
+}
+
+/// Of a layer in `group`.
+inline oracle::GqaWeights oracle_weights(const ModelConfig& config, const AttentionWeights& w,
+                                         const KvGroupConfig& group) {
+  const GqaDims& d = config.gqa;
+  constexpr auto values = optional_values;
+  return {.hidden_size = d.hidden_size,
+          .num_heads = d.num_heads,
+          .num_kv_heads = d.num_kv_heads,
+          .head_dim = d.head_dim,
+          .v_head_dim = d.v_head_dim,
+          .sm_scale = d.sm_scale,
+          .q_proj = values(w.q_proj),
+          .q_bias = values(w.q_bias),
+          .k_proj = values(w.k_proj),
+          .k_bias = values(w.k_bias),
+          .v_proj = values(w.v_proj),
+          .v_bias = values(w.v_bias),
+          .q_norm = values(w.q_norm),
+          .k_norm = values(w.k_norm),
+          .norm_after_rope = config.qk_norm == QkNorm::post_rope,
+          .rms_norm_eps = config.rms_norm_eps,
+          .o_proj = values(w.o_proj),
+          .o_bias = values(w.o_bias),
+          .sinks = values(w.sinks),
+          .rotary = oracle_rotary(group.rope),
+          .window_left = group.variant.window_left,
+          .attention_chunk = group.variant.attention_chunk,
+          .soft_cap = group.variant.soft_cap};
 }
 
 }  // namespace fovea::test
