@@ -204,6 +204,43 @@ struct MergeStateParams {
 };
 void merge_state(const OpContext& ctx, const MergeStateParams& params);
 
+/// How attention's output is quantised. Found from a QuantizedOutput alone, see output_quant_of.
+enum class OutputQuant : std::uint8_t {
+  fp8_per_tensor,  ///< out f8e4m3fn, a scale, no block_scale.
+  fp8_per_group,   ///< out f8e4m3fn, no scale, block_scale with D / 128 or D / 64 groups.
+  nvfp4,           ///< out u8 (two f4e2m1 codes), a scale, block_scale f8e4m3fn of groups of 16.
+};
+
+/// Where a quantised output goes. `scale` multiplies stored values, `inv_scale` is its inverse (the
+/// convention of TensorRT-LLM, and of the global scale of nvfp4): at most one is given.
+struct QuantizedOutput {
+  TensorView out;  ///< [T, D] f8e4m3fn; [T, D / 2] u8 for nvfp4. Unit innermost stride.
+  /// fp8_per_group: [T, groups], f32 or f8e8m0, any strides: column-major, or padded for TMA as
+  /// tma_aligned_strides says. nvfp4: f8e4m3fn, [T up to a multiple of 128, D / 16 up to a multiple
+  /// of 4], contiguous, in tiles of 128 x 4 as tensor cores read them: row r, group g of a tile
+  /// lies at byte (r % 32) * 16 + r / 32 * 4 + g; what belongs to no row or group is zero.
+  TensorView block_scale;
+  float scale = 0.f;
+  float inv_scale = 0.f;
+  /// fp8_per_group: scales are rounded up to powers of two. f8e8m0 needs it.
+  bool power_of_two_scales = false;
+};
+
+/// Throws Error(invalid_argument) that names what does not fit `output_dim` = D or each other.
+OutputQuant output_quant_of(const QuantizedOutput& output, std::int64_t output_dim);
+
+/// Strides of block_scale [T, groups]: column-major, each column a multiple of 16 bytes.
+std::array<std::int64_t, 2> tma_aligned_strides(std::int64_t tokens, DType dtype);
+
+/// output.out = x over its scales, rounded to nearest even and saturated. Rows from num_tokens on
+/// come out as zeros with scales of zero.
+struct QuantizeOutputParams {
+  TensorView x;  ///< [T, D] compute dtype, unit innermost stride.
+  QuantizedOutput output;
+  std::int64_t num_tokens = 0;  ///< Rows of x that are read.
+};
+void quantize_output(const OpContext& ctx, const QuantizeOutputParams& params);
+
 /// Every implementation of every op in order, and why one would be declined for `dtype`.
 std::vector<ImplementationChoice> explain_implementations(const OpContext& ctx, DType dtype);
 

@@ -37,6 +37,7 @@ struct Backend {
   std::span<const Implementation<AttentionDecodeParams>> attention_decode;
   std::span<const Implementation<MlaDecodeParams>> mla_decode;
   std::span<const Implementation<MergeStateParams>> merge_state;
+  std::span<const Implementation<QuantizeOutputParams>> quantize_output;
 };
 
 }  // namespace fovea

@@ -26,6 +26,8 @@ inline constexpr Op<AttentionDecodeParams> kAttentionDecode{"attention_decode",
                                                             &Backend::attention_decode};
 inline constexpr Op<MlaDecodeParams> kMlaDecode{"mla_decode", &Backend::mla_decode};
 inline constexpr Op<MergeStateParams> kMergeState{"merge_state", &Backend::merge_state};
+inline constexpr Op<QuantizeOutputParams> kQuantizeOutput{"quantize_output",
+                                                          &Backend::quantize_output};
 
 template <class Params>
 const char* why_declined(const Implementation<Params>& implementation, const Params& params) {

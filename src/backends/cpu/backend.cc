@@ -40,6 +40,8 @@ struct Table {
       isa, nullptr, cpu::mla_decode_bytes, run<kernels, MlaDecodeParams, cpu::mla_decode>};
   static constexpr Implementation<MergeStateParams> kMergeState{
       isa, nullptr, nullptr, run<kernels, MergeStateParams, cpu::merge_state>};
+  static constexpr Implementation<QuantizeOutputParams> kQuantizeOutput{
+      isa, nullptr, nullptr, run<kernels, QuantizeOutputParams, cpu::quantize_output>};
 
   static constexpr Backend kBackend{
       .name = "cpu",
@@ -52,6 +54,7 @@ struct Table {
       .attention_decode = {&kAttentionDecode, 1},
       .mla_decode = {&kMlaDecode, 1},
       .merge_state = {&kMergeState, 1},
+      .quantize_output = {&kQuantizeOutput, 1},
   };
 };
 

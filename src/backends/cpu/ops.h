@@ -14,6 +14,9 @@ const char* gqa_append_declines(const GqaAppendParams& params);
 void kv_gather(const Kernels& kernels, const OpContext& ctx, const KvGatherParams& params);
 void merge_state(const Kernels& kernels, const OpContext& ctx, const MergeStateParams& params);
 
+void quantize_output(const Kernels& kernels, const OpContext& ctx,
+                     const QuantizeOutputParams& params);
+
 void attention_prefill(const Kernels& kernels, const OpContext& ctx,
                        const AttentionPrefillParams& params);
 std::int64_t attention_prefill_bytes(const OpContext& ctx, const AttentionPrefillParams& params);

@@ -21,6 +21,8 @@ constexpr Table<AttentionDecodeParams> kAttentionDecode{
 constexpr Table<MlaDecodeParams> kMlaDecode{
     {"plain", nullptr, reference::mla_decode_scratch, reference::mla_decode}};
 constexpr Table<MergeStateParams> kMergeState{{"plain", nullptr, nullptr, reference::merge_state}};
+constexpr Table<QuantizeOutputParams> kQuantizeOutput{
+    {"plain", nullptr, nullptr, reference::quantize_output}};
 
 constexpr Backend kBackend{
     .name = "reference",
@@ -33,6 +35,7 @@ constexpr Backend kBackend{
     .attention_decode = kAttentionDecode,
     .mla_decode = kMlaDecode,
     .merge_state = kMergeState,
+    .quantize_output = kQuantizeOutput,
 };
 
 }  // namespace

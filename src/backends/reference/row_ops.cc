@@ -7,6 +7,7 @@
 #include "backends/reference/kernels.h"
 #include "backends/reference/rows.h"
 #include "ops/index_view.h"
+#include "ops/output_rows.h"
 #include "ops/rope_angles.h"
 
 namespace fovea::reference {
@@ -223,6 +224,24 @@ void merge_state(const OpContext&, const MergeStateParams& p) {
       if (p.result.lse) *p.result.lse.ptr<float>({n, t}) = static_cast<float>(lse);
     }
   }
+}
+
+void quantize_output(const OpContext&, const QuantizeOutputParams& p) {
+  const OutputRows rows(p);
+  for (std::int64_t t = 0; t < p.x.shape[0]; ++t) {
+    if (t >= p.num_tokens) {
+      rows.clear(t);
+      continue;
+    }
+    for (std::int64_t g = 0; g < rows.num_groups(); ++g) {
+      std::array<float, OutputRows::kMaxGroup> values;
+      const std::int64_t begin = rows.group_begin(g), count = rows.group_size(g);
+      const Row group = part_of(row_of(p.x, t), begin, begin + count);
+      copy(group, Row{values.data(), DType::f32, 1, count});
+      rows.write_group(t, g, std::span(values).first(static_cast<std::size_t>(count)));
+    }
+  }
+  rows.clear_padding();
 }
 
 }  // namespace fovea::reference

@@ -1,0 +1,62 @@
+#include "quant/output_codec.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/float_bits.h"
+#include "fovea/quant.h"
+
+namespace fovea {
+namespace {
+
+/// NaN when a value is.
+float largest_magnitude(std::span<const float> values) {
+  float amax = 0;
+  for (const float value : values) {
+    if (std::isnan(value)) return value;
+    amax = std::max(amax, std::abs(value));
+  }
+  return amax;
+}
+
+/// The smallest power of two not below x, which is positive and finite.
+float power_of_two_above(float x) {
+  int exponent;
+  return std::frexp(x, &exponent) == 0.5f ? x : std::ldexp(1.f, exponent);
+}
+
+}  // namespace
+
+float fp8_group_scale(std::span<const float> group, bool power_of_two) {
+  constexpr float kSmallest = 1e-10f;
+  const float amax = largest_magnitude(group);
+  if (std::isnan(amax)) return amax;
+  const float finite = std::min(amax, std::numeric_limits<float>::max());
+  const float scale = std::max(finite, kSmallest) / largest_code_value(DType::f8e4m3fn);
+  return power_of_two ? power_of_two_above(scale) : scale;
+}
+
+std::uint8_t encode_nvfp4_group(std::span<const float> group, float scale,
+                                std::span<std::byte> codes) {
+  const float amax = largest_magnitude(group);
+  const auto group_scale =
+      narrow_saturated<Float8E4M3FN>(amax / largest_code_value(DType::f4e2m1) / scale);
+  const float step = widen(group_scale) * scale;
+  // Too small for any scale: all codes are zero. A NaN shows in the group's scale.
+  if (step == 0 || std::isnan(step)) {
+    std::fill(codes.begin(), codes.end(), std::byte{0});
+  } else {
+    quantize_group(DType::f4e2m1, group, step, codes);
+  }
+  return group_scale.bits;
+}
+
+std::int64_t nvfp4_scale_offset(std::int64_t row, std::int64_t group, std::int64_t groups) {
+  const std::int64_t tiles = (groups + kNvfp4TileGroups - 1) / kNvfp4TileGroups;  // In a row.
+  const std::int64_t tile = row / kNvfp4TileRows * tiles + group / kNvfp4TileGroups;
+  const std::int64_t r = row % kNvfp4TileRows;
+  return tile * kNvfp4TileRows * kNvfp4TileGroups + r % 32 * 16 + r / 32 * 4 +
+         group % kNvfp4TileGroups;
+}
+
+}  // namespace fovea
