@@ -1,12 +1,13 @@
-// Serves requests with a model's attention layers: continuous batching over a paged latent cache.
-// Attention without MLP: a layer is input_layernorm, attention, residual, and times are attention
-// milliseconds.
+// Serves requests with a model's attention layers: continuous batching over paged caches. Attention
+// without MLP: a layer is input_layernorm, attention, (post_attention_layernorm,) residual, and
+// times are attention milliseconds.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -60,28 +61,45 @@ enum class Arrivals : std::uint8_t {
 
 struct EngineOptions {
   std::int64_t block_size = 16;
-  std::int64_t num_blocks = 0;       ///< 0: what the max_num_seqs longest requests need together.
+  /// Of a KV group whose layers see the whole sequence; 0: what the max_num_seqs longest requests
+  /// need together. A group with a window or chunks has as many or, when that is less, what
+  /// max_num_seqs windows and the rows of a step need.
+  std::int64_t num_blocks = 0;
   std::int64_t max_num_seqs = 32;    ///< Requests in a step.
   std::int64_t token_budget = 2048;  ///< Rows in a step, decodes included.
-  std::int64_t workspace_rows = 0;   ///< Context rows of a chunk, honoured exactly; 0: the formula.
-  ContextPlanKind context_plan = ContextPlanKind::packed;
+  /// Context rows of a chunk, honoured exactly; 0: the formula. Latent attention only.
+  std::int64_t workspace_rows = 0;
+  /// By default packed with latent attention, whose prefills expand context chunk by chunk, and
+  /// paged with grouped queries, whose prefills read it from the blocks: neither can do the other.
+  std::optional<ContextPlanKind> context_plan;
   bool prefix_reuse = true;
   Arrivals arrivals = Arrivals::none;
+  /// Speculative decoding: a decode brings up to so many drafted tokens behind its known one, as
+  /// far as budget and blocks go. What a draft model guessed is not modelled: each drafted token is
+  /// the right one with probability draft_acceptance, by a hash of seed, request and position, and
+  /// else another. Tokens behind the first wrong one are rolled back.
+  std::int64_t draft_tokens = 0;
+  double draft_acceptance = 0.7;
 };
 
 /// One layer of one step, while its operands are alive. For verification and dumps.
 struct LayerTrace {
   std::int64_t step = 0;
   std::int64_t layer = 0;
-  const BatchPlan* plan = nullptr;
-  BlockTableView block_table;               ///< Host.
-  const PagedKvCache* cache = nullptr;      ///< After the step's rows were appended.
+  const BatchPlan* plan = nullptr;  ///< Of the layer's KV group, as is the block table.
+  /// Host. Entries before what a window or chunk still shows are BlockTable::kNoBlock.
+  BlockTableView block_table;
+  /// After the step's rows were appended. Rows are latent, [kv_c | k_pe], or [K | V] of all heads.
+  const PagedKvCache* cache = nullptr;
   TensorView input;                         ///< [T, H] the residual stream, before input_layernorm.
-  TensorView output;                        ///< [T, H] after o_proj, before the residual.
+  TensorView output;                        ///< [T, H] after o_proj; no norm, no residual yet.
   std::span<const std::int64_t> positions;  ///< [T]
   std::span<const std::int32_t> query_start_loc;  ///< [requests of the batch + 1] into the rows.
   std::span<const std::int32_t> seq_lens;         ///< [requests of the batch]
-  std::span<const std::int32_t> request_of;       ///< [requests of the batch] workload index.
+  /// [requests of the batch] So many of a request's rows are its own tokens; the others are drafts
+  /// that turn out wrong.
+  std::span<const std::int32_t> num_true_rows;
+  std::span<const std::int32_t> request_of;  ///< [requests of the batch] workload index.
   const Workload* workload = nullptr;
 };
 
@@ -105,6 +123,18 @@ struct RefusedRequest {
   std::string reason;
 };
 
+/// Blocks of the layers that share a plan and a block table.
+struct KvGroupReport {
+  std::int64_t num_layers = 0;
+  AttentionVariant variant;
+  std::int64_t num_blocks = 0;
+  std::int64_t peak_blocks = 0;
+  /// The same if no block were freed before its request ends: what a window saves.
+  std::int64_t peak_blocks_unfreed = 0;
+  std::int64_t freed_blocks = 0;  ///< Before their requests ended, all in all.
+  std::int64_t block_bytes = 0;   ///< Of a block in all layers of the group.
+};
+
 /// What happened. Times are attention milliseconds.
 struct ServeReport {
   std::int64_t finished = 0;
@@ -114,15 +144,17 @@ struct ServeReport {
   std::int64_t decode_steps = 0;   ///< Steps of decodes only; step_ms and per_token_ms are theirs.
   std::int64_t prompt_tokens = 0;  ///< Computed, recomputation included, prefix hits not.
   std::int64_t answer_tokens = 0;
+  std::int64_t drafted_tokens = 0;
+  std::int64_t accepted_tokens = 0;  ///< Drafts that were the right token behind right ones.
+  double tokens_per_decode = 0;      ///< Answer tokens of a request's decode step on average.
   Percentiles decode_step_ms;
-  Percentiles decode_token_ms;  ///< Step time over its rows.
+  Percentiles decode_token_ms;  ///< Step time over its answer tokens.
   Percentiles time_to_first_token_ms;
   double prefill_tokens_per_s = 0;
   double gflops_per_s = 0;  ///< Visible attention work and projections over busy time.
   double busy_ms = 0;
   double wall_ms = 0;
-  std::int64_t peak_blocks = 0;
-  std::int64_t num_blocks = 0;
+  std::vector<KvGroupReport> kv_groups;  ///< Those with layers, in the order of the config.
   std::int64_t prefix_hit_tokens = 0;
   std::int64_t preemptions = 0;
   std::int64_t cache_bytes = 0;           ///< All layers.
@@ -146,10 +178,13 @@ struct ServeHooks {
 
 /// Serves workloads. First come first served; decodes first, then prompts in chunks; when blocks
 /// run out the youngest request is put back and recomputed. At least a prompt's last token is
-/// computed.
+/// computed. Each KV group has its own blocks, one plan and one block table per step; what a window
+/// or chunk hides from all later tokens is freed, and stays findable for equal prefixes until the
+/// block is needed.
 class Engine {
  public:
-  /// Throws Error(invalid_argument) that names the option.
+  /// Throws Error(invalid_argument) that names the option, Error(unsupported) on one that the
+  /// model's kind of attention cannot honour.
   Engine(const OpContext& ctx, const Model& model, const EngineOptions& options);
   ~Engine();
   Engine(const Engine&) = delete;
@@ -165,8 +200,9 @@ class Engine {
 
 // ---------------------------------------------------------------- proof
 
-/// Checks sampled rows of every layer against float64: the stored latent row from the layer's
-/// input, and the attention output over the rows that are stored.
+/// Checks sampled rows of every layer against float64: the stored row from the layer's input, and
+/// the attention output over the rows that are stored, with the window, chunk, cap and sinks that
+/// the config says. Drafts that turn out wrong are not sampled.
 class Verifier : public StepObserver {
  public:
   /// About `rows` sampled per layer over the whole run.
@@ -209,7 +245,8 @@ struct CompareResult {
 };
 /// Of the model's first layer: (a) contiguous expanded K and V with attention split over heads and
 /// keys, (b) the latent cache expanded by kv_b_proj every step, then as (a), (c) fovea; in one run,
-/// taking turns. Throws Error(invalid_argument) on a context beyond the model's positions.
+/// taking turns. Throws Error(invalid_argument) on a context beyond the model's positions,
+/// Error(unsupported) on a model without latent attention.
 std::vector<CompareResult> compare_methods(const OpContext& ctx, const Model& model,
                                            std::span<const std::int64_t> contexts);
 

@@ -7,6 +7,7 @@
 
 #include "core/check.h"
 #include "engine/expanded_attention.h"
+#include "engine/kv_groups.h"
 #include "engine/oracle_weights.h"
 #include "fovea/engine.h"
 #include "fovea/oracle.h"
@@ -93,7 +94,7 @@ class Contest {
   /// The new token's output in float64, over the stored rows and its own.
   std::vector<double> expected() {
     gather(context_);
-    const oracle::MlaWeights weights = engine::oracle_weights(model_, 0);
+    const oracle::MlaWeights weights = engine::oracle_mla_weights(model_, 0);
     const std::vector<double> normed = oracle::rms_norm(
         engine::to_doubles(hidden_), engine::to_doubles(model_.layer(0).input_layernorm),
         model_.config().rms_norm_eps);
@@ -178,8 +179,7 @@ class Contest {
 
 std::vector<CompareResult> compare_at(const OpContext& ctx, const Model& model,
                                       std::int64_t context) {
-  const std::int64_t positions =
-      std::min(model.config().max_position, model.config().groups[0].rope.max_position);
+  const std::int64_t positions = engine::max_position(model);
   FOVEA_CHECK(context >= 1 && context <= positions, invalid_argument,
               "context is {}, must be from 1 to {}, the model's positions", context, positions);
   Contest contest(ctx, model, context);
@@ -210,6 +210,9 @@ std::vector<CompareResult> compare_at(const OpContext& ctx, const Model& model,
 
 std::vector<CompareResult> compare_methods(const OpContext& ctx, const Model& model,
                                            std::span<const std::int64_t> contexts) {
+  FOVEA_CHECK(model.config().is_mla(), unsupported,
+              "{} has no latent cache that could be compared with expanded keys and values",
+              model.config().model_type);
   std::vector<CompareResult> results;
   for (std::int64_t context : contexts) {
     for (CompareResult& result : compare_at(ctx, model, context)) {

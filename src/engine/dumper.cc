@@ -41,7 +41,8 @@ void Dumper::on_layer(const LayerTrace& trace) {
   for (std::size_t i = 0; i < trace.request_of.size(); ++i) {
     const std::int64_t request = trace.request_of[i];
     const RequestSpec& spec = s.workload.requests[static_cast<std::size_t>(request)];
-    for (std::int64_t row = trace.query_start_loc[i]; row < trace.query_start_loc[i + 1]; ++row) {
+    const std::int64_t end = trace.query_start_loc[i] + trace.num_true_rows[i];
+    for (std::int64_t row = trace.query_start_loc[i]; row < end; ++row) {
       const std::int64_t answer =
           trace.positions[static_cast<std::size_t>(row)] - (spec.prompt_tokens - 1);
       if (answer < 0) continue;

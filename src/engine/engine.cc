@@ -7,7 +7,7 @@
 #include <numeric>
 #include <thread>
 
-#include "core/check.h"
+#include "engine/limits.h"
 #include "engine/metrics.h"
 #include "engine/scheduler.h"
 #include "engine/step_runner.h"
@@ -15,44 +15,19 @@
 namespace fovea {
 namespace {
 
+using engine::GroupBlocks;
+using engine::GroupUsage;
+using engine::KvGroup;
 using engine::Metrics;
 using engine::ScheduledRequest;
 using engine::Scheduler;
-using engine::SchedulerOptions;
 using engine::StepLimits;
 using engine::StepRunner;
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::int64_t kMaxCount = std::numeric_limits<std::int32_t>::max();
-// Capacities up to a million leave every product of two within 64 bits, with room for bytes.
-constexpr std::int64_t kMaxCapacity = std::int64_t{1} << 20;
 // How long an idle engine may overlook an interruption.
 constexpr double kLongestSleep_s = 0.02;
-
-void check_option(const char* name, std::int64_t value, std::int64_t least, std::int64_t most) {
-  FOVEA_CHECK(value >= least && value <= most, invalid_argument, "{} is {}, must be from {} to {}",
-              name, value, least, most);
-}
-
-void check_options(const EngineOptions& options) {
-  check_option("block_size", options.block_size, 1, kMaxCapacity);
-  check_option("num_blocks", options.num_blocks, 0, kMaxCount);
-  check_option("max_num_seqs", options.max_num_seqs, 1, kMaxCapacity);
-  check_option("token_budget", options.token_budget, 1, kMaxCount);
-  check_option("workspace_rows", options.workspace_rows, 0, kMaxCount);
-  if (options.workspace_rows == 0) return;
-  FOVEA_CHECK(options.workspace_rows >= options.block_size, invalid_argument,
-              "workspace_rows is {}, must be at least block_size, {}: a chunk of context is whole "
-              "blocks",
-              options.workspace_rows, options.block_size);
-  const std::int64_t least = options.block_size * options.max_num_seqs;
-  FOVEA_CHECK(options.context_plan == ContextPlanKind::packed || options.workspace_rows >= least,
-              invalid_argument,
-              "workspace_rows is {}, must be at least {} with the equal context plan: block_size, "
-              "{}, for each of max_num_seqs, {}",
-              options.workspace_rows, least, options.block_size, options.max_num_seqs);
-}
 
 double arrival_rate(Arrivals arrivals) {
   switch (arrivals) {
@@ -64,49 +39,6 @@ double arrival_rate(Arrivals arrivals) {
       break;
   }
   return std::numeric_limits<double>::infinity();
-}
-
-/// Positions that the model's cos/sin table has.
-std::int64_t max_position(const Model& model) {
-  return std::min(model.config().max_position, model.config().groups[0].rope.max_position);
-}
-
-/// The `count` largest values.
-std::vector<std::int64_t> largest(std::vector<std::int64_t> values, std::int64_t count) {
-  const auto kept = std::min<std::size_t>(values.size(), static_cast<std::size_t>(count));
-  std::partial_sort(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(kept),
-                    values.end(), std::greater<>());
-  values.resize(kept);
-  return values;
-}
-
-/// What the workload's requests, as far as the model can serve them, need of everything.
-StepLimits find_limits(const Workload& workload, const EngineOptions& options,
-                       std::int64_t positions) {
-  std::vector<std::int64_t> tokens;
-  for (const RequestSpec& spec : workload.requests) {
-    const bool valid = spec.prompt_tokens >= 1 && spec.answer_tokens >= 1;
-    if (valid && spec.computed_tokens() <= positions) tokens.push_back(spec.computed_tokens());
-  }
-  tokens = largest(std::move(tokens), options.max_num_seqs);
-  StepLimits limits;
-  limits.block_size = options.block_size;
-  limits.context_plan = options.context_plan;
-  limits.max_num_seqs = std::max<std::int64_t>(1, std::ssize(tokens));
-  limits.max_seq_len = tokens.empty() ? 1 : tokens.front();
-  std::int64_t all_blocks = 0;
-  for (std::int64_t count : tokens) {
-    all_blocks += (count + options.block_size - 1) / options.block_size;
-  }
-  limits.num_blocks = options.num_blocks > 0 ? options.num_blocks : all_blocks;
-  limits.max_rows = std::clamp<std::int64_t>(
-      std::accumulate(tokens.begin(), tokens.end(), std::int64_t{0}), 1, options.token_budget);
-  limits.workspace_rows = options.workspace_rows > 0
-                              ? options.workspace_rows
-                              : workspace_rows({.max_model_len = limits.max_seq_len,
-                                                .max_num_seqs = limits.max_num_seqs,
-                                                .block_size = options.block_size});
-  return limits;
 }
 
 /// Wall time without what observers and hooks took.
@@ -130,16 +62,18 @@ class Serving {
         model_(model),
         workload_(workload),
         hooks_(hooks),
-        limits_(find_limits(workload, options, max_position(model))),
-        runner_(ctx, model, limits_),
-        pool_(limits_.num_blocks, limits_.block_size),
-        scheduler_(workload, pool_,
+        groups_(engine::kv_groups(model)),
+        limits_(engine::find_limits(workload, options, model, groups_)),
+        runner_(ctx, model, groups_, limits_),
+        pools_(make_pools()),
+        scheduler_(workload, group_blocks(),
                    {.max_num_seqs = options.max_num_seqs,
                     .token_budget = options.token_budget,
-                    .max_position = max_position(model),
+                    .max_position = engine::max_position(model),
                     .vocab_size = model.config().vocab_size,
-                    .prefix_reuse = options.prefix_reuse}),
-        metrics_(model) {
+                    .prefix_reuse = options.prefix_reuse,
+                    .drafts = {options.draft_tokens, options.draft_acceptance, workload.seed}}),
+        metrics_(model, groups_) {
     const double rate = arrival_rate(options.arrivals);
     for (std::int64_t i = 0; i < std::ssize(workload.requests); ++i) {
       const RequestSpec& spec = workload.requests[static_cast<std::size_t>(i)];
@@ -175,6 +109,21 @@ class Serving {
   }
 
  private:
+  std::vector<BlockPool> make_pools() const {
+    std::vector<BlockPool> pools;
+    for (const std::int64_t num_blocks : limits_.num_blocks) {
+      pools.emplace_back(num_blocks, limits_.block_size);
+    }
+    return pools;
+  }
+  std::vector<GroupBlocks> group_blocks() {
+    std::vector<GroupBlocks> blocks;
+    for (std::size_t g = 0; g < groups_.size(); ++g) {
+      blocks.push_back({groups_[g].variant, &pools_[g]});
+    }
+    return blocks;
+  }
+
   double arrival_s(std::int64_t request) const {
     return arrivals_s_[static_cast<std::size_t>(request)];
   }
@@ -190,7 +139,9 @@ class Serving {
   void run_step(std::span<const ScheduledRequest> step) {
     const StepRunner::Times times = runner_.run(workload_, step, hooks_.observers);
     clock_.exclude(times.observer_ms / 1e3);
-    metrics_.on_step(runner_.plan(), step, times.busy_ms, arrivals_s_, clock_.now_s());
+    std::vector<const BatchPlan*> plans;
+    for (std::size_t g = 0; g < groups_.size(); ++g) plans.push_back(&runner_.plan(g));
+    metrics_.on_step(plans, step, times.busy_ms, arrivals_s_, clock_.now_s());
     for (const ScheduledRequest& scheduled : step) num_finished_ += scheduled.finishes;
     scheduler_.complete();
     if (!hooks_.progress) return;
@@ -206,8 +157,16 @@ class Serving {
     metrics_.fill(report_);
     report_.unfinished = std::ssize(order_) - report_.finished;
     report_.wall_ms = clock_.wall_s() * 1e3;
-    report_.peak_blocks = scheduler_.peak_blocks();
-    report_.num_blocks = pool_.num_blocks();
+    for (std::size_t g = 0; g < groups_.size(); ++g) {
+      const GroupUsage& usage = scheduler_.usage()[g];
+      report_.kv_groups.push_back({.num_layers = std::ssize(groups_[g].layers),
+                                   .variant = groups_[g].variant,
+                                   .num_blocks = pools_[g].num_blocks(),
+                                   .peak_blocks = usage.peak_blocks,
+                                   .peak_blocks_unfreed = usage.peak_blocks_unfreed,
+                                   .freed_blocks = usage.freed_blocks,
+                                   .block_bytes = runner_.block_bytes(g)});
+    }
     report_.prefix_hit_tokens = scheduler_.prefix_hit_tokens();
     report_.preemptions = scheduler_.num_preemptions();
     report_.cache_bytes = runner_.cache_bytes();
@@ -220,9 +179,11 @@ class Serving {
   const Model& model_;
   const Workload& workload_;
   const ServeHooks& hooks_;
+  std::vector<KvGroup> groups_;
   StepLimits limits_;
-  StepRunner runner_;  // Before the pool: caches that do not fit are refused before it is built.
-  BlockPool pool_;
+  StepRunner
+      runner_;  // Before the pools: caches that do not fit are refused before these are made.
+  std::vector<BlockPool> pools_;  ///< [groups]
   Scheduler scheduler_;
   Metrics metrics_;
   ServeReport report_;
@@ -244,7 +205,7 @@ struct Engine::State {
 
 Engine::Engine(const OpContext& ctx, const Model& model, const EngineOptions& options)
     : state_(new State{ctx, model, options}) {
-  check_options(options);
+  engine::check_options(model, options);
 }
 Engine::~Engine() = default;
 

@@ -123,7 +123,7 @@ void ExpandedAttention::attend(const TensorView& k, const TensorView& k_pe, cons
     return AttentionState{partial_.view().slice(0, i, i + 1), lse_.view().slice(1, i, i + 1)};
   };
   for (std::int64_t i = 1; i < partial_.view().shape[0]; ++i) {
-    merge_state(ctx_, {.prefix = part(0), .suffix = part(i), .result = part(0)});
+    merge_state(ctx_, {.prefix = part(0), .suffix = part(i), .result = part(0), .sinks = {}});
   }
   copy(part(0).out, attended_);
   o_proj_(ctx_, attended_.view().fuse(1), out);

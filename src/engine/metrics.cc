@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "variants/visibility.h"
+
 namespace fovea {
 
 Percentiles percentiles(std::vector<double> sample) {
@@ -36,57 +38,107 @@ double expansion_flops(const MlaDims& d, double rows) {
          static_cast<double>(d.kv_lora_rank * d.num_heads * (d.qk_nope_head_dim + d.v_head_dim));
 }
 
-}  // namespace
-
-double layer_flops(const MlaDims& d, const BatchPlan& plan) {
+/// (query, key) pairs that see each other, and context rows that prefills see.
+struct VisibleWork {
   double decode_pairs = 0;
+  double prefill_pairs = 0;
+  double context_rows = 0;
+};
+
+double visible_pairs(const AttentionVariant& variant, const SequenceExtent& extent) {
+  std::int64_t pairs = 0;
+  for (std::int64_t query = 0; query < extent.num_queries; ++query) {
+    pairs += visible_keys(variant, query, extent).size();
+  }
+  return static_cast<double>(pairs);
+}
+
+VisibleWork visible_work(const BatchPlan& plan) {
+  VisibleWork work;
   for (std::size_t i = 0; i < plan.decode.seq_lens.size(); ++i) {
     const std::int32_t queries =
         plan.decode.query_start_loc[i + 1] - plan.decode.query_start_loc[i];
-    decode_pairs += static_cast<double>(queries) * plan.decode.seq_lens[i];
+    work.decode_pairs += visible_pairs(plan.variant, {queries, plan.decode.seq_lens[i]});
   }
-  double prefill_pairs = 0, context_rows = 0;
   for (std::size_t i = 0; i < plan.context_lens.size(); ++i) {
-    const double queries =
-        plan.prefill.cu_seqlens_q[i + 1] - double{1} * plan.prefill.cu_seqlens_q[i];
-    prefill_pairs += queries * (queries + 1) / 2 + queries * plan.context_lens[i];
-    context_rows += plan.context_lens[i];
+    const std::int32_t queries = plan.prefill.cu_seqlens_q[i + 1] - plan.prefill.cu_seqlens_q[i];
+    const std::int64_t context = plan.context_lens[i];
+    const SequenceExtent extent{queries, context + queries};
+    work.prefill_pairs += visible_pairs(plan.variant, extent);
+    if (queries == 0) continue;
+    const KeyInterval seen = visible_to_any(plan.variant, {0, queries}, extent);
+    work.context_rows += static_cast<double>(intersect(seen, {0, context}).size());
   }
-  const auto N = static_cast<double>(d.num_heads);
-  const double decode = decode_pairs * N * static_cast<double>(d.latent_dim() + d.kv_lora_rank);
-  const double prefill = prefill_pairs * N * static_cast<double>(d.qk_head_dim() + d.v_head_dim);
-  return projection_flops(d, plan.num_actual_tokens) +
-         expansion_flops(d, plan.num_actual_tokens + context_rows) + 2 * (decode + prefill);
+  return work;
 }
 
-void Metrics::on_step(const BatchPlan& plan, std::span<const ScheduledRequest> step, double busy_ms,
+}  // namespace
+
+double layer_flops(const MlaDims& d, const BatchPlan& plan) {
+  const VisibleWork work = visible_work(plan);
+  const auto N = static_cast<double>(d.num_heads);
+  const double decode =
+      work.decode_pairs * N * static_cast<double>(d.latent_dim() + d.kv_lora_rank);
+  const double prefill =
+      work.prefill_pairs * N * static_cast<double>(d.qk_head_dim() + d.v_head_dim);
+  return projection_flops(d, plan.num_actual_tokens) +
+         expansion_flops(d, plan.num_actual_tokens + work.context_rows) + 2 * (decode + prefill);
+}
+
+double layer_flops(const GqaDims& d, const BatchPlan& plan) {
+  const VisibleWork work = visible_work(plan);
+  const double projections = static_cast<double>(d.hidden_size * (d.qkv_size() + d.out_size()));
+  const double pair = static_cast<double>(d.num_heads * (d.head_dim + d.v_head_dim));
+  return 2 *
+         (plan.num_actual_tokens * projections + (work.decode_pairs + work.prefill_pairs) * pair);
+}
+
+void Metrics::on_step(std::span<const BatchPlan* const> plans,
+                      std::span<const ScheduledRequest> step, double busy_ms,
                       std::span<const double> arrivals_s, double now_s) {
   ++counts_.steps;
   counts_.busy_ms += busy_ms;
-  counts_.peak_context_rows =
-      std::max<std::int64_t>(counts_.peak_context_rows, plan.peak_context_rows);
-  for (std::int64_t i = 0; i < model_.num_layers(); ++i) {
-    flops_ += layer_flops(std::get<MlaLayer>(model_.layer(i).attention).dims(), plan);
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    counts_.peak_context_rows =
+        std::max<std::int64_t>(counts_.peak_context_rows, plans[g]->peak_context_rows);
+    for (const std::int64_t layer : groups_[g].layers) {
+      flops_ += std::visit(
+          [&](const auto& attention) { return layer_flops(attention.dims(), *plans[g]); },
+          model_.layer(layer).attention);
+    }
   }
-  std::int64_t prompt_tokens = 0;
+  const std::int64_t prompt_before = counts_.prompt_tokens;
+  const std::int64_t answers_before = counts_.answer_tokens;
+  count_tokens(step, arrivals_s, now_s);
+  if (plans[0]->split.num_prefills > 0) {
+    prefill_busy_ms_ += busy_ms;
+    prefill_tokens_ += counts_.prompt_tokens - prompt_before;
+    return;
+  }
+  ++counts_.decode_steps;
+  decode_step_ms_.push_back(busy_ms);
+  const std::int64_t answers = counts_.answer_tokens - answers_before;
+  if (answers > 0) decode_token_ms_.push_back(busy_ms / static_cast<double>(answers));
+}
+
+void Metrics::count_tokens(std::span<const ScheduledRequest> step,
+                           std::span<const double> arrivals_s, double now_s) {
   for (const ScheduledRequest& scheduled : step) {
     // A row that yields a later answer token is a decode; a recomputed prompt ends with one too.
-    prompt_tokens += scheduled.query_len - (scheduled.answer_index > 0);
-    counts_.answer_tokens += scheduled.answer_index >= 0;
+    const bool is_decode = scheduled.answer_index > 0;
+    counts_.prompt_tokens += scheduled.query_len - scheduled.num_drafts - (is_decode ? 1 : 0);
+    counts_.answer_tokens += scheduled.num_answers();
+    counts_.drafted_tokens += scheduled.num_drafts;
+    counts_.accepted_tokens += scheduled.num_accepted;
     counts_.finished += scheduled.finishes;
+    if (is_decode) {
+      ++decodes_;
+      decoded_tokens_ += scheduled.num_answers();
+    }
     if (scheduled.answer_index == 0) {
       const double arrival_s = arrivals_s[static_cast<std::size_t>(scheduled.request)];
       first_token_ms_.push_back((now_s - arrival_s) * 1e3);
     }
-  }
-  counts_.prompt_tokens += prompt_tokens;
-  if (plan.split.num_prefills > 0) {
-    prefill_busy_ms_ += busy_ms;
-    prefill_tokens_ += prompt_tokens;
-  } else {
-    ++counts_.decode_steps;
-    decode_step_ms_.push_back(busy_ms);
-    decode_token_ms_.push_back(busy_ms / plan.num_actual_tokens);
   }
 }
 
@@ -96,6 +148,11 @@ void Metrics::fill(ServeReport& report) const {
   report.decode_steps = counts_.decode_steps;
   report.prompt_tokens = counts_.prompt_tokens;
   report.answer_tokens = counts_.answer_tokens;
+  report.drafted_tokens = counts_.drafted_tokens;
+  report.accepted_tokens = counts_.accepted_tokens;
+  if (decodes_ > 0) {
+    report.tokens_per_decode = static_cast<double>(decoded_tokens_) / static_cast<double>(decodes_);
+  }
   report.busy_ms = counts_.busy_ms;
   report.peak_context_rows = counts_.peak_context_rows;
   report.decode_step_ms = percentiles(decode_step_ms_);

@@ -39,6 +39,7 @@ oracle::Rotary long_rotary(const RopeConfig& rope, const LongRopeScaling& scalin
 }
 
 oracle::Rotary oracle_rotary(const RopeConfig& rope) {
+  if (rope.dim == 0) return {};
   const bool interleaved = rope.pairing == RopePairing::interleaved;
   if (const auto* yarn = std::get_if<YarnScaling>(&rope.scaling)) {
     return oracle::rotary_yarn(
@@ -48,10 +49,28 @@ oracle::Rotary oracle_rotary(const RopeConfig& rope) {
          .beta_fast = yarn->beta_fast,
          .beta_slow = yarn->beta_slow,
          .mscale = yarn->mscale,
-         .mscale_all_dim = yarn->mscale_all_dim});
+         .mscale_all_dim = yarn->mscale_all_dim,
+         .attention_factor = yarn->attention_factor.value_or(0),
+         .truncate = yarn->truncate});
   }
   if (const auto* scaling = std::get_if<LongRopeScaling>(&rope.scaling)) {
     return long_rotary(rope, *scaling);
+  }
+  if (const auto* linear = std::get_if<LinearScaling>(&rope.scaling)) {
+    return oracle::rotary_linear(rope.dim, rope.theta, interleaved, linear->factor);
+  }
+  if (const auto* ntk = std::get_if<DynamicNtkScaling>(&rope.scaling)) {
+    return oracle::rotary_dynamic_ntk(rope.dim, rope.theta, interleaved, ntk->factor,
+                                      static_cast<double>(rope.max_position),
+                                      static_cast<double>(ntk->original_max_position));
+  }
+  if (const auto* llama3 = std::get_if<Llama3Scaling>(&rope.scaling)) {
+    return oracle::rotary_llama3(
+        rope.dim, rope.theta, interleaved,
+        {.factor = llama3->factor,
+         .low_freq_factor = llama3->low_freq_factor,
+         .high_freq_factor = llama3->high_freq_factor,
+         .original_max_position = static_cast<double>(llama3->original_max_position)});
   }
   return oracle::rotary(rope.dim, rope.theta, interleaved);
 }
@@ -60,6 +79,15 @@ double oracle_sm_scale(const MlaDims& dims, const RopeConfig& rope) {
   const auto* yarn = std::get_if<YarnScaling>(&rope.scaling);
   const double mscale = yarn ? oracle::yarn_mscale(yarn->factor, yarn->mscale_all_dim) : 1;
   return mscale * mscale / std::sqrt(static_cast<double>(dims.qk_head_dim()));
+}
+
+double oracle_sm_scale(const GqaDims& dims) {
+  if (dims.sm_scale > 0) return dims.sm_scale;  // A field of the config, as Gemma has one.
+  return 1 / (std::sqrt(static_cast<double>(dims.head_dim)) * dims.q_scaling);
+}
+
+const KvGroupConfig& group_config(const Model& model, std::int64_t layer) {
+  return model.config().groups[static_cast<std::size_t>(model.layer(layer).kv_group)];
 }
 
 }  // namespace
@@ -92,11 +120,14 @@ double relative_error(std::span<const double> expected, std::span<const double> 
   return std::isnan(relative) ? std::numeric_limits<double>::infinity() : relative;
 }
 
-oracle::MlaWeights oracle_weights(const Model& model, std::int64_t layer) {
+oracle::MlaWeights oracle_mla_weights(const Model& model, std::int64_t layer) {
   const MlaWeights& source = model.mla_weights(layer);
   const MlaDims& dims = std::get<MlaLayer>(model.layer(layer).attention).dims();
+  const KvGroupConfig& group = group_config(model, layer);
   FOVEA_CHECK(source.kv_b_order == KvBOrder::per_head, unsupported,
               "verification reads kv_b_proj head by head");
+  FOVEA_CHECK(!source.sinks && group.variant == AttentionVariant{}, unsupported,
+              "verification of latent attention knows no sinks, windows, chunks or soft cap");
   oracle::MlaWeights weights;
   weights.hidden_size = dims.hidden_size;
   weights.num_heads = dims.num_heads;
@@ -105,7 +136,7 @@ oracle::MlaWeights oracle_weights(const Model& model, std::int64_t layer) {
   weights.qk_nope_head_dim = dims.qk_nope_head_dim;
   weights.qk_rope_head_dim = dims.qk_rope_head_dim;
   weights.v_head_dim = dims.v_head_dim;
-  weights.sm_scale = oracle_sm_scale(dims, model.config().groups[0].rope);
+  weights.sm_scale = oracle_sm_scale(dims, group.rope);
   weights.rms_norm_eps = model.config().latent_norm_eps;
   weights.q_a_proj = to_doubles(source.q_a_proj);
   weights.q_a_bias = to_doubles(source.q_a_bias);
@@ -117,8 +148,80 @@ oracle::MlaWeights oracle_weights(const Model& model, std::int64_t layer) {
   weights.kv_b_proj = to_doubles(source.kv_b_proj);
   weights.o_proj = to_doubles(source.o_proj);
   weights.o_bias = to_doubles(source.o_bias);
-  weights.rotary = oracle_rotary(model.config().groups[0].rope);
+  weights.rotary = oracle_rotary(group.rope);
   return weights;
+}
+
+oracle::GqaWeights oracle_gqa_weights(const Model& model, std::int64_t layer) {
+  const AttentionWeights& source = model.gqa_weights(layer);
+  const GqaDims& dims = model.config().gqa;
+  const KvGroupConfig& group = group_config(model, layer);
+  oracle::GqaWeights weights;
+  weights.hidden_size = dims.hidden_size;
+  weights.num_heads = dims.num_heads;
+  weights.num_kv_heads = dims.num_kv_heads;
+  weights.head_dim = dims.head_dim;
+  weights.v_head_dim = dims.v_head_dim;
+  weights.sm_scale = oracle_sm_scale(dims);
+  weights.q_proj = to_doubles(source.q_proj);
+  weights.q_bias = to_doubles(source.q_bias);
+  weights.k_proj = to_doubles(source.k_proj);
+  weights.k_bias = to_doubles(source.k_bias);
+  weights.v_proj = to_doubles(source.v_proj);
+  weights.v_bias = to_doubles(source.v_bias);
+  weights.q_norm = to_doubles(source.q_norm);
+  weights.k_norm = to_doubles(source.k_norm);
+  weights.norm_after_rope = model.config().qk_norm == QkNorm::post_rope;
+  weights.rms_norm_eps = model.config().rms_norm_eps;
+  weights.o_proj = to_doubles(source.o_proj);
+  weights.o_bias = to_doubles(source.o_bias);
+  weights.sinks = to_doubles(source.sinks);
+  weights.rotary = oracle_rotary(group.rope);
+  weights.window_left = group.variant.window_left;
+  weights.attention_chunk = group.variant.attention_chunk;
+  weights.soft_cap = group.variant.soft_cap;
+  return weights;
+}
+
+OracleLayer::OracleLayer(const Model& model, std::int64_t layer) {
+  if (model.config().is_mla()) {
+    weights_ = oracle_mla_weights(model, layer);
+  } else {
+    weights_ = oracle_gqa_weights(model, layer);
+  }
+}
+
+std::vector<double> OracleLayer::stored_rows(std::span<const double> normed,
+                                             std::span<const std::int64_t> positions) const {
+  if (const auto* mla = std::get_if<oracle::MlaWeights>(&weights_)) {
+    return oracle::mla_latent_rows(*mla, normed, positions);
+  }
+  return oracle::gqa_rows(std::get<oracle::GqaWeights>(weights_), normed, positions);
+}
+
+std::vector<double> OracleLayer::queries(std::span<const double> normed,
+                                         std::span<const std::int64_t> positions) const {
+  if (const auto* mla = std::get_if<oracle::MlaWeights>(&weights_)) {
+    return oracle::mla_queries(*mla, normed, positions);
+  }
+  return oracle::gqa_queries(std::get<oracle::GqaWeights>(weights_), normed, positions);
+}
+
+std::vector<double> OracleLayer::attention(std::span<const double> query,
+                                           std::span<const double> rows) const {
+  if (const auto* mla = std::get_if<oracle::MlaWeights>(&weights_)) {
+    return oracle::mla_attention(*mla, query, rows, true, oracle::MlaForm::absorbed);
+  }
+  return oracle::gqa_attention(std::get<oracle::GqaWeights>(weights_), query, rows);
+}
+
+std::vector<double> OracleLayer::o_proj(std::span<const double> attended) const {
+  return std::visit(
+      [&](const auto& weights) {
+        return oracle::linear(attended, weights.o_proj, weights.o_bias,
+                              weights.num_heads * weights.v_head_dim);
+      },
+      weights_);
 }
 
 }  // namespace fovea::engine

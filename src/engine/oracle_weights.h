@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <span>
+#include <variant>
 #include <vector>
 
 #include "fovea/model.h"
@@ -16,8 +17,28 @@ std::vector<double> to_doubles(const TensorView& view);
 /// |got - expected| / |expected| of a row; infinite when anything is NaN or nothing was expected.
 double relative_error(std::span<const double> expected, std::span<const double> got);
 
-/// A layer's attention weights. The softmax scale and the rotation come from the config's numbers
-/// by the oracle's own formulas, not from what the model made of them.
-oracle::MlaWeights oracle_weights(const Model& model, std::int64_t layer);
+/// A layer's attention weights. Softmax scale, rotation and rules come from the config's numbers by
+/// the oracle's own formulas, not from what the model made of them.
+oracle::MlaWeights oracle_mla_weights(const Model& model, std::int64_t layer);
+oracle::GqaWeights oracle_gqa_weights(const Model& model, std::int64_t layer);
+
+/// A layer of either kind in float64.
+class OracleLayer {
+ public:
+  OracleLayer(const Model& model, std::int64_t layer);
+
+  /// Of normed hidden states: what the cache must hold, and the queries, whose keys it holds.
+  std::vector<double> stored_rows(std::span<const double> normed,
+                                  std::span<const std::int64_t> positions) const;
+  std::vector<double> queries(std::span<const double> normed,
+                              std::span<const std::int64_t> positions) const;
+  /// Before o_proj: of the last token of a sequence, over all rows of it. Rows that the layer's
+  /// rules hide may hold anything.
+  std::vector<double> attention(std::span<const double> query, std::span<const double> rows) const;
+  std::vector<double> o_proj(std::span<const double> attended) const;
+
+ private:
+  std::variant<oracle::MlaWeights, oracle::GqaWeights> weights_;
+};
 
 }  // namespace fovea::engine

@@ -16,7 +16,16 @@ constexpr std::uint64_t mix(std::uint64_t x) {
 }
 
 /// What a number is drawn for, so that draws with equal arguments are independent.
-enum class Stream : std::uint64_t { token, shared_token, length, arrival, sharing, sample, hidden };
+enum class Stream : std::uint64_t {
+  token,
+  shared_token,
+  length,
+  arrival,
+  sharing,
+  sample,
+  hidden,
+  draft
+};
 
 constexpr std::uint64_t draw(std::uint64_t seed, Stream stream, std::uint64_t a,
                              std::uint64_t b = 0) {

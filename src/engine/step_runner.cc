@@ -21,35 +21,60 @@ void add_row(T* x, const T* y, std::int64_t count, float scale) {
   for (std::int64_t i = 0; i < count; ++i) x[i] = narrow<T>(widen(x[i]) + scale * widen(y[i]));
 }
 
-PagedKvCache allocate_cache(const Model& model, std::int64_t layer, const StepLimits& limits) {
+/// Elements of a stored token.
+std::int64_t row_elements(const MlaLayer& layer) { return layer.dims().latent_dim(); }
+std::int64_t row_elements(const AttentionLayer& layer) {
+  return layer.dims().k_size() + layer.dims().v_size();
+}
+
+PagedKvCache allocate_cache(const Model& model, std::int64_t layer, const KvCacheLayout& layout) {
   const KvFormat format{model.dtype(),
-                        std::get<MlaLayer>(model.layer(layer).attention).dims().latent_dim()};
+                        std::visit([](const auto& attention) { return row_elements(attention); },
+                                   model.layer(layer).attention)};
   try {
-    return PagedKvCache::allocate(
-        format, {.num_blocks = limits.num_blocks, .block_size = limits.block_size});
+    return PagedKvCache::allocate(format, layout);
   } catch (const Error& error) {
     if (error.code() != ErrorCode::resource_exhausted) throw;
     fail(ErrorCode::resource_exhausted,
          "num_blocks is {} of {} tokens, a cache of {} bytes in each of {} layers; it must fit in "
          "memory ({})",
-         limits.num_blocks, limits.block_size,
-         limits.num_blocks * limits.block_size * format.row_bytes(), model.num_layers(),
+         layout.num_blocks, layout.block_size,
+         layout.num_blocks * layout.block_size * format.row_bytes(), model.num_layers(),
          error.what());
   }
 }
 
 }  // namespace
 
-StepRunner::StepRunner(const OpContext& ctx, const Model& model, const StepLimits& limits)
-    : ctx_(ctx), model_(model), limits_(limits) {
+StepRunner::StepRunner(const OpContext& ctx, const Model& model, const std::vector<KvGroup>& groups,
+                       const StepLimits& limits)
+    : ctx_(ctx),
+      model_(model),
+      limits_(limits),
+      group_of_layer_(static_cast<std::size_t>(model.num_layers())) {
+  const auto max_rows = static_cast<std::size_t>(limits.max_rows);
+  table_width_ = (limits.max_seq_len + limits.block_size - 1) / limits.block_size;
+  for (const KvGroup& kv : groups) {
+    for (const std::int64_t layer : kv.layers) {
+      group_of_layer_[static_cast<std::size_t>(layer)] = groups_.size();
+    }
+    Group& group = groups_.emplace_back();
+    group.kv = kv;
+    group.block_table.assign(static_cast<std::size_t>(limits.max_num_seqs * table_width_),
+                             BlockTable::kNoBlock);
+    group.slots.reserve(max_rows);
+  }
+  make_caches();
   const AttentionLimits layer_limits{.max_tokens = limits.max_rows,
                                      .max_num_seqs = limits.max_num_seqs,
                                      .workspace_rows = limits.workspace_rows,
-                                     .max_seq_len = limits.max_seq_len};
+                                     .max_seq_len = limits.max_seq_len,
+                                     .max_decode_query_len = 1 + limits.draft_tokens};
   for (std::int64_t i = 0; i < model.num_layers(); ++i) {
-    const MlaLayer& attention = std::get<MlaLayer>(model.layer(i).attention);
-    caches_.push_back(allocate_cache(model, i, limits));
-    workspace_bytes_ = std::max(workspace_bytes_, attention.workspace_bytes(ctx, layer_limits));
+    const std::int64_t bytes = std::visit(
+        [&](const auto& attention) { return attention.workspace_bytes(ctx, layer_limits); },
+        model.layer(i).attention);
+    workspace_bytes_ = std::max(workspace_bytes_, bytes);
   }
   ctx.workspace->reserve(workspace_bytes_);
   ctx.workspace->reset_peak();
@@ -58,18 +83,35 @@ StepRunner::StepRunner(const OpContext& ctx, const Model& model, const StepLimit
   hidden_ = Tensor::empty(model.dtype(), {limits.max_rows, H});
   normed_ = Tensor::empty(model.dtype(), {limits.max_rows, H});
   output_ = Tensor::empty(model.dtype(), {limits.max_rows, H});
-  const auto max_rows = static_cast<std::size_t>(limits.max_rows);
   token_ids_.reserve(max_rows);
   positions_.reserve(max_rows);
-  slots_.reserve(max_rows);
-  table_width_ = (limits.max_seq_len + limits.block_size - 1) / limits.block_size;
-  block_table_.assign(static_cast<std::size_t>(limits.max_num_seqs * table_width_), -1);
+}
+
+void StepRunner::make_caches() {
+  for (std::int64_t i = 0; i < model_.num_layers(); ++i) {
+    LayerCache& cache = caches_.emplace_back();
+    cache.rows = allocate_cache(
+        model_, i,
+        {.num_blocks = limits_.num_blocks[group_of(i)], .block_size = limits_.block_size});
+    if (const auto* gqa = std::get_if<AttentionLayer>(&model_.layer(i).attention)) {
+      cache.columns = GqaCache::columns_of(cache.rows, gqa->dims());
+    }
+  }
+}
+
+std::int64_t StepRunner::block_bytes(std::size_t group) const {
+  std::int64_t bytes = 0;
+  for (const std::int64_t layer : groups_[group].kv.layers) {
+    bytes +=
+        limits_.block_size * caches_[static_cast<std::size_t>(layer)].rows.format().row_bytes();
+  }
+  return bytes;
 }
 
 std::int64_t StepRunner::cache_bytes() const {
   std::int64_t bytes = 0;
-  for (const PagedKvCache& cache : caches_) {
-    bytes += PagedKvCache::required_bytes(cache.format(), cache.layout());
+  for (const LayerCache& cache : caches_) {
+    bytes += PagedKvCache::required_bytes(cache.rows.format(), cache.rows.layout());
   }
   return bytes;
 }
@@ -77,29 +119,14 @@ std::int64_t StepRunner::cache_bytes() const {
 StepRunner::Times StepRunner::run(const Workload& workload, std::span<const ScheduledRequest> step,
                                   std::span<StepObserver* const> observers) {
   fill_batch(workload, step);
+  fill_tables(step);
   fill_hidden(workload);
-  PlanOptions options;
-  options.context_plan = limits_.context_plan;
-  options.workspace_rows = limits_.workspace_rows;
-  options.block_size = limits_.block_size;
-  plan_ = make_plan(batch_, ctx_.plan_target, options);
-  const std::int64_t rows = plan_.num_actual_tokens;
-  AttentionStep operands;
-  operands.plan = &plan_;
-  operands.block_table = block_table();
-  operands.slot_mapping = TensorView::of(slots_.data(), {rows});
-  operands.positions = TensorView::of(positions_.data(), {rows});
+  make_plans();
+  const auto rows = static_cast<std::int64_t>(positions_.size());
   Times times;
   for (std::int64_t i = 0; i < model_.num_layers(); ++i) {
-    const DecoderLayer& layer = model_.layer(i);
-    const TensorView normed = normed_.view().slice(0, 0, rows);
     Clock::time_point begin = Clock::now();
-    rms_norm(ctx_, {.x = hidden_.view().slice(0, 0, rows),
-                    .weight = layer.input_layernorm,
-                    .out = normed,
-                    .eps = model_.config().rms_norm_eps});
-    std::get<MlaLayer>(layer.attention)(ctx_, normed, output_.view().slice(0, 0, rows), operands,
-                                        caches_[static_cast<std::size_t>(i)]);
+    attend(i, rows);
     times.busy_ms += ms_since(begin);
 
     begin = Clock::now();
@@ -107,7 +134,7 @@ StepRunner::Times StepRunner::run(const Workload& workload, std::span<const Sche
     times.observer_ms += ms_since(begin);
 
     begin = Clock::now();
-    add_residual(rows);
+    add_output(model_.layer(i), rows);
     times.busy_ms += ms_since(begin);
   }
   ++num_steps_;
@@ -117,25 +144,62 @@ StepRunner::Times StepRunner::run(const Workload& workload, std::span<const Sche
 void StepRunner::fill_batch(const Workload& workload, std::span<const ScheduledRequest> step) {
   token_ids_.clear();
   positions_.clear();
-  slots_.clear();
   request_of_.clear();
+  num_true_rows_.clear();
   batch_.query_start_loc.assign(1, 0);
   batch_.seq_lens.clear();
+  const std::int64_t vocab_size = model_.config().vocab_size;
   for (const ScheduledRequest& scheduled : step) {
     const std::int32_t seq_len = scheduled.context_len + scheduled.query_len;
-    std::copy(scheduled.blocks.begin(), scheduled.blocks.end(),
-              block_table_.begin() + std::ssize(request_of_) * table_width_);
+    const std::int64_t true_end = scheduled.context_len + scheduled.num_true_rows();
     for (std::int64_t position = scheduled.context_len; position < seq_len; ++position) {
-      const std::int64_t block =
-          scheduled.blocks[static_cast<std::size_t>(position / limits_.block_size)];
-      token_ids_.push_back(
-          workload.token_id(scheduled.request, position, model_.config().vocab_size));
+      const std::int32_t id = workload.token_id(scheduled.request, position, vocab_size);
+      token_ids_.push_back(position < true_end ? id : wrong_token(id, vocab_size));
       positions_.push_back(position);
-      slots_.push_back(block * limits_.block_size + position % limits_.block_size);
     }
     request_of_.push_back(static_cast<std::int32_t>(scheduled.request));
+    num_true_rows_.push_back(scheduled.num_true_rows());
     batch_.seq_lens.push_back(seq_len);
     batch_.query_start_loc.push_back(static_cast<std::int32_t>(positions_.size()));
+  }
+}
+
+void StepRunner::fill_tables(std::span<const ScheduledRequest> step) {
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    Group& group = groups_[g];
+    group.slots.clear();
+    auto row = group.block_table.begin();
+    for (const ScheduledRequest& scheduled : step) {
+      const std::span<const std::int32_t> blocks = scheduled.blocks[g];
+      std::copy(blocks.begin(), blocks.end(), row);
+      row += table_width_;
+      const std::int64_t end = scheduled.context_len + scheduled.query_len;
+      for (std::int64_t position = scheduled.context_len; position < end; ++position) {
+        const std::int64_t block = blocks[static_cast<std::size_t>(position / limits_.block_size)];
+        group.slots.push_back(block * limits_.block_size + position % limits_.block_size);
+      }
+    }
+  }
+}
+
+void StepRunner::make_plans() {
+  const auto rows = static_cast<std::int64_t>(positions_.size());
+  PlanOptions options;
+  if (limits_.draft_tokens > 0) {
+    options.split.reorder_batch_threshold = static_cast<std::int32_t>(1 + limits_.draft_tokens);
+    options.split.support = QueryLenSupport::varlen;
+  }
+  options.context_plan = limits_.context_plan;
+  options.workspace_rows = limits_.workspace_rows;
+  options.block_size = limits_.block_size;
+  for (Group& group : groups_) {
+    options.variant = group.kv.variant;
+    group.plan = make_plan(batch_, ctx_.plan_target, options);
+    group.operands.plan = &group.plan;
+    group.operands.block_table = {group.block_table.data(), batch_.num_reqs(), table_width_,
+                                  table_width_};
+    group.operands.slot_mapping = TensorView::of(group.slots.data(), {rows});
+    group.operands.positions = TensorView::of(positions_.data(), {rows});
   }
 }
 
@@ -146,7 +210,33 @@ void StepRunner::fill_hidden(const Workload& workload) {
   });
 }
 
-void StepRunner::add_residual(std::int64_t rows) {
+/// output_ = attention(input_layernorm(hidden_))
+void StepRunner::attend(std::int64_t index, std::int64_t rows) {
+  const DecoderLayer& layer = model_.layer(index);
+  const TensorView normed = normed_.view().slice(0, 0, rows);
+  const TensorView output = output_.view().slice(0, 0, rows);
+  rms_norm(ctx_, {.x = hidden_.view().slice(0, 0, rows),
+                  .weight = layer.input_layernorm,
+                  .out = normed,
+                  .eps = model_.config().rms_norm_eps});
+  const AttentionStep& operands = groups_[group_of(index)].operands;
+  const LayerCache& cache = caches_[static_cast<std::size_t>(index)];
+  if (const auto* mla = std::get_if<MlaLayer>(&layer.attention)) {
+    (*mla)(ctx_, normed, output, operands, cache.rows);
+  } else {
+    std::get<AttentionLayer>(layer.attention)(ctx_, normed, output, operands, cache.columns);
+  }
+}
+
+/// hidden_ += residual_scale * output_, through post_attention_layernorm where there is one.
+void StepRunner::add_output(const DecoderLayer& layer, std::int64_t rows) {
+  if (layer.post_attention_layernorm) {
+    const TensorView output = output_.view().slice(0, 0, rows);
+    rms_norm(ctx_, {.x = output,
+                    .weight = layer.post_attention_layernorm,
+                    .out = output,
+                    .eps = model_.config().rms_norm_eps});
+  }
   const std::int64_t H = hidden_.view().shape[1];
   const float scale = model_.config().residual_scale;
   const auto add = [&]<class T>(T) {
@@ -165,18 +255,20 @@ void StepRunner::add_residual(std::int64_t rows) {
 }
 
 LayerTrace StepRunner::trace(std::int64_t layer, const Workload& workload) const {
-  const std::int64_t rows = plan_.num_actual_tokens;
+  const Group& group = groups_[group_of(layer)];
+  const std::int64_t rows = group.plan.num_actual_tokens;
   LayerTrace trace;
   trace.step = num_steps_;
   trace.layer = layer;
-  trace.plan = &plan_;
-  trace.block_table = block_table();
-  trace.cache = &caches_[static_cast<std::size_t>(layer)];
+  trace.plan = &group.plan;
+  trace.block_table = group.operands.block_table;
+  trace.cache = &caches_[static_cast<std::size_t>(layer)].rows;
   trace.input = hidden_.view().slice(0, 0, rows);
   trace.output = output_.view().slice(0, 0, rows);
   trace.positions = positions_;
   trace.query_start_loc = batch_.query_start_loc;
   trace.seq_lens = batch_.seq_lens;
+  trace.num_true_rows = num_true_rows_;
   trace.request_of = request_of_;
   trace.workload = &workload;
   return trace;

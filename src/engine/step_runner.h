@@ -5,6 +5,8 @@
 #include <span>
 #include <vector>
 
+#include "engine/drafts.h"
+#include "engine/kv_groups.h"
 #include "engine/scheduler.h"
 #include "fovea/engine.h"
 
@@ -15,58 +17,79 @@ struct StepLimits {
   std::int64_t max_rows = 0;
   std::int64_t max_num_seqs = 0;
   std::int64_t max_seq_len = 0;
-  std::int64_t num_blocks = 0;
   std::int64_t block_size = 0;
-  std::int64_t workspace_rows = 0;  ///< Context rows of a chunk, exactly.
+  std::vector<std::int64_t> num_blocks;  ///< [groups]
+  std::int64_t workspace_rows = 0;       ///< Context rows of a chunk, exactly.
   ContextPlanKind context_plan = ContextPlanKind::packed;
+  std::int64_t draft_tokens = 0;  ///< Of a decode.
 };
 
-/// Caches and buffers of all steps, made and reserved before the first. Layers share the block
-/// table, slots, positions and plan; each has a cache of its own, as wide as its own dims say.
+/// Caches and buffers of all steps, made and reserved before the first. Layers of a KV group share
+/// block table, slots and plan; each has a cache of its own, as wide as its own dims say.
 class StepRunner {
  public:
-  StepRunner(const OpContext& ctx, const Model& model, const StepLimits& limits);
+  /// `groups` are all that have layers.
+  StepRunner(const OpContext& ctx, const Model& model, const std::vector<KvGroup>& groups,
+             const StepLimits& limits);
 
   struct Times {
-    double busy_ms = 0;      ///< Layers: norm, attention, residual.
+    double busy_ms = 0;      ///< Layers: norms, attention, residual.
     double observer_ms = 0;  ///< Observers, in between.
   };
-  /// `step` is not empty and has its one-row requests first.
+  /// `step` is not empty and has the requests of up to 1 + draft_tokens rows first.
   Times run(const Workload& workload, std::span<const ScheduledRequest> step,
             std::span<StepObserver* const> observers);
-  /// Of the last run.
-  const BatchPlan& plan() const { return plan_; }
+  /// Of a group in the last run.
+  const BatchPlan& plan(std::size_t group) const { return groups_[group].plan; }
 
+  std::int64_t block_bytes(std::size_t group) const;  ///< Of a block in all layers of the group.
   std::int64_t cache_bytes() const;
   std::int64_t workspace_bytes() const { return workspace_bytes_; }
 
  private:
+  /// What the layers of a KV group share.
+  struct Group {
+    KvGroup kv;
+    std::vector<std::int32_t> block_table;  ///< [max_num_seqs, table_width_]
+    std::vector<std::int64_t> slots;        ///< [max_rows]
+    BatchPlan plan;
+    AttentionStep operands;
+  };
+  struct LayerCache {
+    PagedKvCache rows;
+    GqaCache columns;  ///< Of grouped-query attention: rows seen as keys and values.
+  };
+
+  void make_caches();
   void fill_batch(const Workload& workload, std::span<const ScheduledRequest> step);
+  void fill_tables(std::span<const ScheduledRequest> step);
+  void make_plans();
   void fill_hidden(const Workload& workload);
-  void add_residual(std::int64_t rows);
-  BlockTableView block_table() const {
-    return {block_table_.data(), batch_.num_reqs(), table_width_, table_width_};
+  void attend(std::int64_t layer, std::int64_t rows);
+  void add_output(const DecoderLayer& layer, std::int64_t rows);
+  std::size_t group_of(std::int64_t layer) const {
+    return group_of_layer_[static_cast<std::size_t>(layer)];
   }
   LayerTrace trace(std::int64_t layer, const Workload& workload) const;
 
   const OpContext& ctx_;
   const Model& model_;
   StepLimits limits_;
-  std::vector<PagedKvCache> caches_;  ///< [layers]
+  std::vector<Group> groups_;
+  std::vector<std::size_t> group_of_layer_;  ///< [layers]
+  std::vector<LayerCache> caches_;           ///< [layers]
   std::int64_t workspace_bytes_ = 0;
   std::int64_t num_steps_ = 0;
 
   Tensor hidden_;  ///< [max_rows, H] the residual stream, in the model's dtype.
   Tensor normed_;  ///< [max_rows, H]
   Tensor output_;  ///< [max_rows, H]
-  std::vector<std::int32_t> token_ids_;    ///< [max_rows]
-  std::vector<std::int64_t> positions_;    ///< [max_rows]
-  std::vector<std::int64_t> slots_;        ///< [max_rows]
-  std::vector<std::int32_t> block_table_;  ///< [max_num_seqs, table_width_]
+  std::vector<std::int32_t> token_ids_;  ///< [max_rows]
+  std::vector<std::int64_t> positions_;  ///< [max_rows]
   std::int64_t table_width_ = 0;
   std::vector<std::int32_t> request_of_;
+  std::vector<std::int32_t> num_true_rows_;
   SequenceBatch batch_;
-  BatchPlan plan_;
 };
 
 }  // namespace fovea::engine

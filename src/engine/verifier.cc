@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 #include <optional>
 #include <span>
 #include <string>
@@ -13,6 +14,7 @@
 #include "core/check.h"
 #include "engine/oracle_weights.h"
 #include "engine/random.h"
+#include "fovea/block_pool.h"
 #include "fovea/engine.h"
 
 namespace fovea {
@@ -89,13 +91,13 @@ std::span<const double> row_of(const std::vector<double>& rows, std::size_t row,
 /// One layer of one step, seen by the oracle.
 class LayerCheck {
  public:
-  LayerCheck(const oracle::MlaWeights& weights, std::span<const double> input_layernorm, double eps,
+  LayerCheck(const engine::OracleLayer& layer, std::span<const double> input_layernorm, double eps,
              const LayerTrace& trace)
-      : weights_(weights), input_layernorm_(input_layernorm), eps_(eps), trace_(trace) {}
+      : layer_(layer), input_layernorm_(input_layernorm), eps_(eps), trace_(trace) {}
 
   /// The worst of some samples.
   Finding check(std::span<const Sample> samples) const {
-    const auto H = static_cast<std::size_t>(weights_.hidden_size);
+    const auto H = static_cast<std::size_t>(trace_.input.shape[1]);
     std::vector<double> inputs;
     std::vector<std::int64_t> positions;
     for (const Sample& sample : samples) {
@@ -104,22 +106,20 @@ class LayerCheck {
       positions.push_back(sample.position);
     }
     const std::vector<double> normed = oracle::rms_norm(inputs, input_layernorm_, eps_);
-    const std::vector<double> latent = oracle::mla_latent_rows(weights_, normed, positions);
-    const std::vector<double> queries = oracle::mla_queries(weights_, normed, positions);
+    const std::vector<double> rows = layer_.stored_rows(normed, positions);
+    const std::vector<double> queries = layer_.queries(normed, positions);
     std::vector<double> attended;
     Finding worst;
     for (std::size_t i = 0; i < samples.size(); ++i) {
       const std::vector<double> stored = stored_rows(samples[i]);
       const std::size_t row_width = stored.size() / (static_cast<std::size_t>(positions[i]) + 1);
-      compare("stored row", samples[i], row_of(latent, i, row_width),
+      compare("stored row", samples[i], row_of(rows, i, row_width),
               std::span(stored).last(row_width), worst);
       const std::vector<double> heads =
-          oracle::mla_attention(weights_, row_of(queries, i, queries.size() / samples.size()),
-                                stored, true, oracle::MlaForm::absorbed);
+          layer_.attention(row_of(queries, i, queries.size() / samples.size()), stored);
       attended.insert(attended.end(), heads.begin(), heads.end());
     }
-    const std::vector<double> outputs = oracle::linear(attended, weights_.o_proj, weights_.o_bias,
-                                                       weights_.num_heads * weights_.v_head_dim);
+    const std::vector<double> outputs = layer_.o_proj(attended);
     for (std::size_t i = 0; i < samples.size(); ++i) {
       compare("output", samples[i], row_of(outputs, i, H),
               to_doubles(trace_.output.select(0, samples[i].row)), worst);
@@ -128,16 +128,22 @@ class LayerCheck {
   }
 
  private:
-  /// The sample's sequence up to its own token, from the cache.
+  /// The sample's sequence up to its own token, from the cache; NaN where its blocks are given
+  /// back, so that one given back too early is noticed.
   std::vector<double> stored_rows(const Sample& sample) const {
     const PagedKvCache& cache = *trace_.cache;
     const std::int32_t* blocks =
         trace_.block_table.data + sample.batch_index * trace_.block_table.stride;
+    const auto width = static_cast<std::size_t>(cache.format().row_elements);
     std::vector<double> rows;
-    rows.reserve(static_cast<std::size_t>((sample.position + 1) * cache.format().row_elements));
+    rows.reserve(static_cast<std::size_t>(sample.position + 1) * width);
     for (std::int64_t position = 0; position <= sample.position; ++position) {
-      std::byte* row =
-          cache.row(blocks[position / cache.block_size()], position % cache.block_size());
+      const std::int32_t block = blocks[position / cache.block_size()];
+      if (block == BlockTable::kNoBlock) {
+        rows.resize(rows.size() + width, std::numeric_limits<double>::quiet_NaN());
+        continue;
+      }
+      std::byte* row = cache.row(block, position % cache.block_size());
       const std::vector<double> decoded = to_doubles(
           TensorView::contiguous(row, cache.format().dtype, {cache.format().row_elements}));
       rows.insert(rows.end(), decoded.begin(), decoded.end());
@@ -164,7 +170,7 @@ class LayerCheck {
         sample.position, what, error, channel, expected[channel], got[channel]);
   }
 
-  const oracle::MlaWeights& weights_;
+  const engine::OracleLayer& layer_;
   std::span<const double> input_layernorm_;
   double eps_;
   const LayerTrace& trace_;
@@ -176,8 +182,8 @@ struct Verifier::State {
   std::vector<Sample> pick(const LayerTrace& trace);
 
   const Model& model;
-  std::vector<RowSampler> samplers;                     ///< [layers]
-  std::vector<std::optional<oracle::MlaWeights>> kept;  ///< [layers]
+  std::vector<RowSampler> samplers;                      ///< [layers]
+  std::vector<std::optional<engine::OracleLayer>> kept;  ///< [layers]
   bool keeps_weights = false;
   const Workload* workload = nullptr;  ///< That row_counts are of.
   std::array<double, kNumKinds> row_counts{};
@@ -194,7 +200,8 @@ std::vector<Sample> Verifier::State::pick(const LayerTrace& trace) {
   RowSampler& sampler = samplers[static_cast<std::size_t>(trace.layer)];
   for (std::size_t i = 0; i < trace.request_of.size(); ++i) {
     const auto& spec = workload->requests[static_cast<std::size_t>(trace.request_of[i])];
-    for (std::int64_t row = trace.query_start_loc[i]; row < trace.query_start_loc[i + 1]; ++row) {
+    const std::int64_t end = trace.query_start_loc[i] + trace.num_true_rows[i];
+    for (std::int64_t row = trace.query_start_loc[i]; row < end; ++row) {
       const std::int64_t position = trace.positions[static_cast<std::size_t>(row)];
       if (sampler.take(kind_of(spec, position), row_counts)) {
         samples.push_back({row, static_cast<std::int64_t>(i), position});
@@ -210,10 +217,12 @@ Verifier::Verifier(const Model& model, std::int64_t rows, std::uint64_t seed)
   std::int64_t bytes = 0;
   for (std::int64_t layer = 0; layer < model.num_layers(); ++layer) {
     state_->samplers.emplace_back(rows, seed, layer);
-    const MlaWeights& w = model.mla_weights(layer);
-    for (const TensorView& view : {w.q_a_proj, w.q_b_proj, w.kv_a_proj, w.kv_b_proj, w.o_proj}) {
-      if (view) bytes += view.numel() * static_cast<std::int64_t>(sizeof(double));
-    }
+    const std::int64_t elements = std::visit(
+        [](const auto& attention) {
+          return attention.weight_bytes() / bytes_of(attention.dtype(), 1);
+        },
+        model.layer(layer).attention);
+    bytes += elements * static_cast<std::int64_t>(sizeof(double));
   }
   state_->kept.resize(static_cast<std::size_t>(model.num_layers()));
   state_->keeps_weights = bytes <= kKeptBytes;
@@ -225,11 +234,11 @@ void Verifier::on_layer(const LayerTrace& trace) {
   State& s = *state_;
   const std::vector<Sample> samples = s.pick(trace);
   if (samples.empty()) return;
-  std::optional<oracle::MlaWeights>& weights = s.kept[static_cast<std::size_t>(trace.layer)];
-  if (!weights) weights = engine::oracle_weights(s.model, trace.layer);
+  std::optional<engine::OracleLayer>& oracle = s.kept[static_cast<std::size_t>(trace.layer)];
+  if (!oracle) oracle.emplace(s.model, trace.layer);
   const std::vector<double> input_layernorm =
       to_doubles(s.model.layer(trace.layer).input_layernorm);
-  const LayerCheck layer(*weights, input_layernorm, s.model.config().rms_norm_eps, trace);
+  const LayerCheck layer(*oracle, input_layernorm, s.model.config().rms_norm_eps, trace);
 
   // Samples are dealt in turns: neighbours have similar lengths, and so take similar time.
   const std::size_t num_threads =
@@ -248,7 +257,7 @@ void Verifier::on_layer(const LayerTrace& trace) {
     if (finding.error > s.worst.error) s.worst = std::move(finding);
   }
   s.rows += std::ssize(samples);
-  if (!s.keeps_weights) weights.reset();
+  if (!s.keeps_weights) oracle.reset();
 }
 
 std::int64_t Verifier::rows() const { return state_->rows; }

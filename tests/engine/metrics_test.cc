@@ -39,8 +39,13 @@ TEST(LayerFlops, CountsProjectionsExpansionAndVisiblePairs) {
 
 TEST(Metrics, TellsDecodeStepsFromStepsWithPrompts) {
   const Model model = test::make_tiny_model({.num_layers = 1});
-  Metrics metrics(model);
   const std::vector<double> arrivals{0.5, 0};
+  Metrics metrics(model, kv_groups(model));
+  const auto on_step = [&](const BatchPlan& plan, std::vector<ScheduledRequest> step, double ms,
+                           double now_s) {
+    const BatchPlan* plans[] = {&plan};
+    metrics.on_step(plans, step, ms, arrivals, now_s);
+  };
   const auto scheduled = [](std::int64_t request, std::int32_t query_len, std::int64_t answer,
                             bool finishes) {
     ScheduledRequest result;
@@ -51,12 +56,9 @@ TEST(Metrics, TellsDecodeStepsFromStepsWithPrompts) {
     return result;
   };
   // Request 1's prompt of 10; then its second answer token beside the first piece of request 0's.
-  metrics.on_step(plan_of({10}, {10}), std::vector{scheduled(1, 10, 0, false)}, 20, arrivals, 1);
-  metrics.on_step(plan_of({1, 4}, {11, 4}),
-                  std::vector{scheduled(1, 1, 1, false), scheduled(0, 4, -1, false)}, 5, arrivals,
-                  2);
-  metrics.on_step(plan_of({1, 1}, {12, 5}),
-                  std::vector{scheduled(1, 1, 2, true), scheduled(0, 1, 0, true)}, 6, arrivals, 3);
+  on_step(plan_of({10}, {10}), {scheduled(1, 10, 0, false)}, 20, 1);
+  on_step(plan_of({1, 4}, {11, 4}), {scheduled(1, 1, 1, false), scheduled(0, 4, -1, false)}, 5, 2);
+  on_step(plan_of({1, 1}, {12, 5}), {scheduled(1, 1, 2, true), scheduled(0, 1, 0, true)}, 6, 3);
   ServeReport report;
   metrics.fill(report);
   EXPECT_EQ(report.steps, 3);
@@ -71,6 +73,47 @@ TEST(Metrics, TellsDecodeStepsFromStepsWithPrompts) {
   EXPECT_EQ(report.time_to_first_token_ms.p99, 2500);
   EXPECT_DOUBLE_EQ(report.prefill_tokens_per_s, 14 / 25e-3);
   EXPECT_GT(report.gflops_per_s, 0);
+}
+
+TEST(LayerFlops, CountsWhatAWindowShows) {
+  GqaDims d;
+  d.hidden_size = 5, d.num_heads = 4, d.num_kv_heads = 2, d.head_dim = 3, d.v_head_dim = 2;
+  SequenceBatch batch;
+  batch.query_start_loc = {0, 1, 4};
+  batch.seq_lens = {9, 5};
+  PlanOptions options;
+  options.context_plan = ContextPlanKind::paged;
+  options.variant.window_left = 2;
+  const double weights = 5 * (4 * 3 + 2 * 3 + 2 * 2) + 4 * 2 * 5;
+  const double pairs = 3 + 3 + 3 + 3;  // Each query sees itself and two before it.
+  EXPECT_DOUBLE_EQ(layer_flops(d, make_plan(batch, {}, options)),
+                   2 * (4 * weights + pairs * 4 * (3 + 2)));
+}
+
+TEST(Metrics, CountsDraftsAndWhatTheyYield) {
+  const Model model = test::make_tiny_model({.num_layers = 1});
+  Metrics metrics(model, kv_groups(model));
+  ScheduledRequest scheduled;
+  scheduled.query_len = 5;
+  scheduled.num_drafts = 4;
+  scheduled.num_accepted = 2;
+  scheduled.answer_index = 7;
+  SequenceBatch batch;
+  batch.query_start_loc = {0, 5};
+  batch.seq_lens = {30};
+  PlanOptions options;
+  options.split = {.reorder_batch_threshold = 5, .support = QueryLenSupport::varlen};
+  const BatchPlan plan = make_plan(batch, {}, options);
+  const BatchPlan* plans[] = {&plan};
+  metrics.on_step(plans, std::span(&scheduled, 1), 6, std::vector<double>{0}, 1);
+  ServeReport report;
+  metrics.fill(report);
+  EXPECT_EQ(report.prompt_tokens, 0);
+  EXPECT_EQ(report.answer_tokens, 3);
+  EXPECT_EQ(report.drafted_tokens, 4);
+  EXPECT_EQ(report.accepted_tokens, 2);
+  EXPECT_EQ(report.tokens_per_decode, 3);
+  EXPECT_EQ(report.decode_token_ms.p50, 2);
 }
 
 }  // namespace

@@ -50,7 +50,7 @@ TEST_F(Run, ServesVerifiesAndReports) {
   EXPECT_EQ(report.at("options").at("layers"), 2);
   EXPECT_EQ(report.at("options").at("requests"), 3);
   EXPECT_EQ(report.at("interrupted"), false);
-  for (const char* key : {"version", "machine", "prefill", "gflops_per_s", "blocks",
+  for (const char* key : {"version", "machine", "prefill", "gflops_per_s", "kv_groups", "drafts",
                           "prefix_hit_tokens", "preemptions", "cache_bytes", "workspace"}) {
     EXPECT_TRUE(report.contains(key)) << key;
   }
@@ -74,7 +74,7 @@ TEST_F(Run, HonoursItsOptions) {
     EXPECT_EQ(report.at("options").at(key), value) << key;
   }
   EXPECT_EQ(report.at("requests").at("finished"), 2);
-  EXPECT_EQ(report.at("blocks").at("all"), 40);
+  EXPECT_EQ(report.at("kv_groups").at(0).at("blocks"), 40);
   EXPECT_LE(report.at("workspace").at("peak_context_rows"), 12);
   EXPECT_GT(report.at("workspace").at("peak_context_rows"), 0);
   EXPECT_FALSE(report.contains("verify"));

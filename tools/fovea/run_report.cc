@@ -46,6 +46,44 @@ std::string speed_ratio(double ratio) {
                     : fmt::format("{:.2f} times as fast as", ratio);
 }
 
+/// What the layers of a group see, as an option of `fovea plan` says it.
+std::string sight_text(const AttentionVariant& variant) {
+  std::string text;
+  if (variant.window_left >= 0) text = fmt::format("window of {}", variant.window_left + 1);
+  if (variant.attention_chunk > 0) {
+    text += fmt::format("{}chunks of {}", text.empty() ? "" : ", ", variant.attention_chunk);
+  }
+  return text.empty() ? "all" : text;
+}
+
+std::string blocks_text(const KvGroupReport& group) {
+  const auto bytes = [&](std::int64_t blocks) {
+    return format_bytes(static_cast<double>(blocks * group.block_bytes));
+  };
+  std::string text =
+      fmt::format("{} of {} at the peak, {} of {} ({} layers that see {})", group.peak_blocks,
+                  group.num_blocks, bytes(group.peak_blocks), bytes(group.num_blocks),
+                  group.num_layers, sight_text(group.variant));
+  if (group.freed_blocks > 0) {
+    text += fmt::format("; {}, {}, if {} were not freed early", group.peak_blocks_unfreed,
+                        bytes(group.peak_blocks_unfreed), group.freed_blocks);
+  }
+  return text;
+}
+
+nlohmann::ordered_json group_json(const KvGroupReport& group) {
+  return {{"layers", group.num_layers},
+          {"window_left", group.variant.window_left},
+          {"attention_chunk", group.variant.attention_chunk},
+          {"blocks", group.num_blocks},
+          {"peak_blocks", group.peak_blocks},
+          {"peak_blocks_unfreed", group.peak_blocks_unfreed},
+          {"freed_blocks", group.freed_blocks},
+          {"block_bytes", group.block_bytes},
+          {"bytes", group.num_blocks * group.block_bytes},
+          {"peak_bytes", group.peak_blocks * group.block_bytes}};
+}
+
 }  // namespace
 
 std::string serve_text(const ServeReport& report) {
@@ -67,7 +105,12 @@ std::string serve_text(const ServeReport& report) {
   facts.add("time",
             fmt::format("{} s in attention, {} s in all", format_number(report.busy_ms / 1e3),
                         format_number(report.wall_ms / 1e3)));
-  facts.add("blocks", fmt::format("{} of {} at the peak", report.peak_blocks, report.num_blocks));
+  if (report.drafted_tokens > 0) {
+    facts.add("drafts", fmt::format("{} tokens, {} accepted, {} answer tokens per decode",
+                                    report.drafted_tokens, report.accepted_tokens,
+                                    format_number(report.tokens_per_decode)));
+  }
+  for (const KvGroupReport& group : report.kv_groups) facts.add("blocks", blocks_text(group));
   facts.add("prefix hits", fmt::format("{} tokens", report.prefix_hit_tokens));
   facts.add("preemptions", fmt::format("{}", report.preemptions));
   facts.add("cache", format_bytes(static_cast<double>(report.cache_bytes)));
@@ -90,6 +133,9 @@ nlohmann::ordered_json serve_json(const ServeReport& report) {
                       {"refusals", refusals}};
   json["tokens"] = {{"prompt", report.prompt_tokens}, {"answer", report.answer_tokens}};
   json["steps"] = {{"all", report.steps}, {"decode", report.decode_steps}};
+  json["drafts"] = {{"drafted", report.drafted_tokens},
+                    {"accepted", report.accepted_tokens},
+                    {"tokens_per_decode", report.tokens_per_decode}};
   json["decode"] = {{"step_ms", percentile_json(report.decode_step_ms)},
                     {"token_ms", percentile_json(report.decode_token_ms)}};
   json["time_to_first_token_ms"] = percentile_json(report.time_to_first_token_ms);
@@ -97,7 +143,10 @@ nlohmann::ordered_json serve_json(const ServeReport& report) {
   json["gflops_per_s"] = report.gflops_per_s;
   json["busy_ms"] = report.busy_ms;
   json["wall_ms"] = report.wall_ms;
-  json["blocks"] = {{"peak", report.peak_blocks}, {"all", report.num_blocks}};
+  json["kv_groups"] = nlohmann::ordered_json::array();
+  for (const KvGroupReport& group : report.kv_groups) {
+    json["kv_groups"].push_back(group_json(group));
+  }
   json["prefix_hit_tokens"] = report.prefix_hit_tokens;
   json["preemptions"] = report.preemptions;
   json["cache_bytes"] = report.cache_bytes;
