@@ -147,16 +147,18 @@ void attention_prefill_once(const OpContext& ctx, const AttentionPrefillParams& 
 /// Absorbed MLA decode: every head of a request attends to the same latent rows [kv_c | k_pe],
 /// whose first L channels are the values too. Query tokens stand at the end of their sequence.
 struct MlaDecodeParams {
-  TensorView q_latent;  ///< [T, N, L] compute dtype: q_nope through W_UK.
+  TensorView q_latent;  ///< [T, N, L] compute dtype, or f8e4m3fn: q_nope through W_UK.
   TensorView q_pe;      ///< [T, N, R] dtype of q_latent; q[..., L:] of a concatenated query.
   const PagedKvCache* cache = nullptr;  ///< Rows of L + R in any format.
   BlockTableView block_table;           ///< First schedule->seq_lens.size() rows are read.
-  TensorView out;                       ///< [T, N, L] dtype of q_latent or f32.
+  TensorView out;                       ///< [T, N, L] dtype of q_latent or f32; any compute dtype
+                                        ///< with f8e4m3fn queries.
   TensorView lse;                       ///< Optional [N, T] f32, natural log.
   const DecodeSchedule* schedule = nullptr;
   AttentionVariant variant;
   float sm_scale = 0.f;
-  TensorView sinks;  ///< Optional [N] f32: raw logits that join the denominator, not the lse.
+  TensorView sinks;     ///< Optional [N] f32: raw logits that join the denominator, not the lse.
+  float q_scale = 0.f;  ///< With f8e4m3fn queries: multiplies their stored values.
 };
 void mla_decode(const OpContext& ctx, const MlaDecodeParams& params);
 std::int64_t workspace_bytes(const OpContext& ctx, const MlaDecodeParams& params);
@@ -165,6 +167,16 @@ std::int64_t workspace_bytes(const OpContext& ctx, const MlaDecodeParams& params
 void mla_decode_once(const OpContext& ctx, const MlaDecodeParams& params,
                      std::span<const std::int32_t> query_start_loc,
                      std::span<const std::int32_t> seq_lens);
+
+/// Concatenated queries of mla_decode as f8e4m3fn under one scale: out = [q_latent | q_pe] / scale,
+/// rounded to nearest even and saturated.
+struct QuantizeQueryParams {
+  TensorView q_latent;  ///< [T, N, L] compute dtype.
+  TensorView q_pe;      ///< [T, N, R] dtype of q_latent.
+  TensorView out;       ///< [T, N, L + R] f8e4m3fn, unit innermost stride.
+  float scale = 0.f;
+};
+void quantize_query(const OpContext& ctx, const QuantizeQueryParams& params);
 
 /// Paged attention of N query heads over Hk key heads, split over keys: query head n reads key head
 /// n / (N / Hk). Query tokens, any number per request, stand at the end of their sequence.

@@ -35,6 +35,7 @@ struct Backend {
   std::span<const Implementation<KvGatherParams>> kv_gather;
   std::span<const Implementation<AttentionPrefillParams>> attention_prefill;
   std::span<const Implementation<AttentionDecodeParams>> attention_decode;
+  std::span<const Implementation<QuantizeQueryParams>> quantize_query;
   std::span<const Implementation<MlaDecodeParams>> mla_decode;
   std::span<const Implementation<MergeStateParams>> merge_state;
   std::span<const Implementation<QuantizeOutputParams>> quantize_output;

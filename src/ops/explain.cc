@@ -69,8 +69,10 @@ std::vector<ImplementationChoice> explain_implementations(const OpContext& ctx, 
   explain(ctx, kAttentionDecode,
           {queries, {&k_cache, &v_cache, table, kKvHeads}, out, lse, &decode, {}, 1.f, {}},
           choices);
-  explain(ctx, kMlaDecode, {q_latent, q_pe, &cache, table, out_latent, lse, &decode, {}, 1.f, {}},
-          choices);
+  const Tensor q_codes = Tensor::zeros(DType::f8e4m3fn, {kTokens, kHeads, kLatent + kRopeDim});
+  explain(ctx, kQuantizeQuery, {q_latent, q_pe, q_codes, 1.f}, choices);
+  explain(ctx, kMlaDecode,
+          {q_latent, q_pe, &cache, table, out_latent, lse, &decode, {}, 1.f, {}, 0.f}, choices);
   explain(ctx, kMergeState, {{out, lse}, {out, lse}, {out, lse}, {}}, choices);
   const Tensor flat = make({kTokens, kHeads * kValue});
   const Tensor codes = Tensor::zeros(DType::f8e4m3fn, {kTokens, kHeads * kValue});

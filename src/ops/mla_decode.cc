@@ -1,3 +1,5 @@
+#include <cmath>
+
 #include "ops/checks.h"
 #include "ops/decode_schedule.h"
 #include "ops/dispatch.h"
@@ -12,7 +14,12 @@ void validate_shapes(const MlaDecodeParams& p) {
   const Argument q_latent{kName, "q_latent"}, q_pe{kName, "q_pe"};
   const Argument out{kName, "out"}, lse{kName, "lse"};
   check_view(q_latent, p.q_latent, {{"T"}, {"N"}, {"L"}});
-  check_compute_dtype(q_latent, p.q_latent);
+  const bool is_fp8 = p.q_latent.dtype == DType::f8e4m3fn;
+  if (!is_fp8) check_compute_dtype(q_latent, p.q_latent);
+  FOVEA_CHECK(is_fp8 ? std::isfinite(p.q_scale) && p.q_scale > 0.f : p.q_scale == 0.f,
+              invalid_argument, "{}: q_scale is {} with queries in {}; it must be {}", kName,
+              p.q_scale, name_of(p.q_latent.dtype),
+              is_fp8 ? "positive and finite" : "0: these have no scale");
   const std::int64_t tokens = p.q_latent.shape[0];
   const std::int64_t heads = p.q_latent.shape[1];
   const std::int64_t latent = p.q_latent.shape[2];
@@ -22,7 +29,11 @@ void validate_shapes(const MlaDecodeParams& p) {
   check_dtype(q_pe, p.q_pe, p.q_latent.dtype);
   check_latent_cache(kName, p.cache, latent, p.q_pe.shape[2]);
   check_view(out, p.out, {{"T", tokens}, {"N", heads}, {"L", latent}});
-  check_dtype_or_f32(out, p.out, p.q_latent.dtype);
+  if (is_fp8) {
+    check_compute_dtype(out, p.out);
+  } else {
+    check_dtype_or_f32(out, p.out, p.q_latent.dtype);
+  }
   if (p.lse) {
     check_view(lse, p.lse, {{"N", heads}, {"T", tokens}});
     check_dtype(lse, p.lse, DType::f32);

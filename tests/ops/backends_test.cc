@@ -27,7 +27,7 @@ TEST_P(Availability, EveryOpHasOneImplementationThatRuns) {
     EXPECT_EQ(ops, running);
     EXPECT_EQ(ops, (std::vector<std::string>{"rms_norm", "rope", "kv_append", "gqa_append",
                                              "kv_gather", "attention_prefill", "attention_decode",
-                                             "mla_decode", "merge_state"}));
+                                             "mla_decode", "merge_state", "quantize_output"}));
   }
 }
 

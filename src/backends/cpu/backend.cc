@@ -36,6 +36,8 @@ struct Table {
   static constexpr Implementation<AttentionDecodeParams> kAttentionDecode{
       isa, nullptr, cpu::attention_decode_bytes,
       run<kernels, AttentionDecodeParams, cpu::attention_decode>};
+  static constexpr Implementation<QuantizeQueryParams> kQuantizeQuery{
+      isa, nullptr, nullptr, run<kernels, QuantizeQueryParams, cpu::quantize_query>};
   static constexpr Implementation<MlaDecodeParams> kMlaDecode{
       isa, nullptr, cpu::mla_decode_bytes, run<kernels, MlaDecodeParams, cpu::mla_decode>};
   static constexpr Implementation<MergeStateParams> kMergeState{
@@ -52,6 +54,7 @@ struct Table {
       .kv_gather = {&kKvGather, 1},
       .attention_prefill = {&kAttentionPrefill, 1},
       .attention_decode = {&kAttentionDecode, 1},
+      .quantize_query = {&kQuantizeQuery, 1},
       .mla_decode = {&kMlaDecode, 1},
       .merge_state = {&kMergeState, 1},
       .quantize_output = {&kQuantizeOutput, 1},

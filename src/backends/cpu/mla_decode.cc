@@ -36,12 +36,25 @@ class MlaSource {
   /// [latent | rope]
   void load_query(std::int64_t t, std::int64_t n, float* query) const {
     const std::int64_t latent = params_.q_latent.shape[2];
-    load_row(kernels_, row_of(params_.q_latent, {t, n}), latent, query);
-    load_row(kernels_, row_of(params_.q_pe, {t, n}), params_.q_pe.shape[2], query + latent);
+    load(params_.q_latent, t, n, query);
+    load(params_.q_pe, t, n, query + latent);
   }
   LatentRows keys(std::int32_t request, std::int64_t) const { return {kernels_, params_, request}; }
 
  private:
+  void load(const TensorView& q, std::int64_t t, std::int64_t n, float* dst) const {
+    const std::int64_t width = q.shape[2];
+    if (q.dtype != DType::f8e4m3fn) return load_row(kernels_, row_of(q, {t, n}), width, dst);
+    const auto* codes = q.ptr<Float8E4M3FN>({t, n, 0});
+    if (q.strides[2] == 1) {
+      kernels_.load_codes[static_cast<int>(Codes::f8e4m3fn)](codes, width, params_.q_scale, dst);
+      return;
+    }
+    for (std::int64_t i = 0; i < width; ++i) {
+      dst[i] = to_float(codes[i * q.strides[2]]) * params_.q_scale;
+    }
+  }
+
   const Kernels& kernels_;
   const MlaDecodeParams& params_;
 };

@@ -14,6 +14,8 @@ const char* gqa_append_declines(const GqaAppendParams& params);
 void kv_gather(const Kernels& kernels, const OpContext& ctx, const KvGatherParams& params);
 void merge_state(const Kernels& kernels, const OpContext& ctx, const MergeStateParams& params);
 
+void quantize_query(const Kernels& kernels, const OpContext& ctx,
+                    const QuantizeQueryParams& params);
 void quantize_output(const Kernels& kernels, const OpContext& ctx,
                      const QuantizeOutputParams& params);
 

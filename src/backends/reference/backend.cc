@@ -18,6 +18,8 @@ constexpr Table<AttentionPrefillParams> kAttentionPrefill{
     {"plain", nullptr, reference::attention_prefill_scratch, reference::attention_prefill}};
 constexpr Table<AttentionDecodeParams> kAttentionDecode{
     {"plain", nullptr, reference::attention_decode_scratch, reference::attention_decode}};
+constexpr Table<QuantizeQueryParams> kQuantizeQuery{
+    {"plain", nullptr, nullptr, reference::quantize_query}};
 constexpr Table<MlaDecodeParams> kMlaDecode{
     {"plain", nullptr, reference::mla_decode_scratch, reference::mla_decode}};
 constexpr Table<MergeStateParams> kMergeState{{"plain", nullptr, nullptr, reference::merge_state}};
@@ -33,6 +35,7 @@ constexpr Backend kBackend{
     .kv_gather = kKvGather,
     .attention_prefill = kAttentionPrefill,
     .attention_decode = kAttentionDecode,
+    .quantize_query = kQuantizeQuery,
     .mla_decode = kMlaDecode,
     .merge_state = kMergeState,
     .quantize_output = kQuantizeOutput,

@@ -17,6 +17,7 @@ std::int64_t attention_decode_scratch(const OpContext& ctx, const AttentionDecod
 void mla_decode(const OpContext& ctx, const MlaDecodeParams& params);
 std::int64_t mla_decode_scratch(const OpContext& ctx, const MlaDecodeParams& params);
 void merge_state(const OpContext& ctx, const MergeStateParams& params);
+void quantize_query(const OpContext& ctx, const QuantizeQueryParams& params);
 void quantize_output(const OpContext& ctx, const QuantizeOutputParams& params);
 
 }  // namespace fovea::reference

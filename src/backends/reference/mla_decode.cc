@@ -13,8 +13,8 @@ class LatentSource {
       : params_(params), reader_(params.cache->format(), 1, scope) {}
 
   void load_query(std::int64_t t, std::int64_t n, double* row) const {
-    load(row_of(params_.q_latent, t, n), row);
-    load(row_of(params_.q_pe, t, n), row + params_.q_latent.shape[2]);
+    load_part(params_.q_latent, t, n, row);
+    load_part(params_.q_pe, t, n, row + params_.q_latent.shape[2]);
   }
   void load_key(std::int32_t request, std::int64_t, std::int64_t key, double* row) const {
     reader_.load(cached_row(*params_.cache, params_.block_table, request, key), 0, row);
@@ -25,6 +25,13 @@ class LatentSource {
   }
 
  private:
+  void load_part(const TensorView& q, std::int64_t t, std::int64_t n, double* row) const {
+    if (q.dtype != DType::f8e4m3fn) return load(row_of(q, t, n), row);
+    for (std::int64_t i = 0; i < q.shape[2]; ++i) {
+      row[i] = static_cast<double>(widen(*q.ptr<Float8E4M3FN>({t, n, i})) * params_.q_scale);
+    }
+  }
+
   const MlaDecodeParams& params_;
   HeadReader reader_;
 };

@@ -226,6 +226,19 @@ void merge_state(const OpContext&, const MergeStateParams& p) {
   }
 }
 
+void quantize_query(const OpContext&, const QuantizeQueryParams& p) {
+  const std::int64_t latent = p.q_latent.shape[2];
+  for (std::int64_t t = 0; t < p.out.shape[0]; ++t) {
+    for (std::int64_t n = 0; n < p.out.shape[1]; ++n) {
+      for (std::int64_t i = 0; i < p.out.shape[2]; ++i) {
+        const Row part = row_of(i < latent ? p.q_latent : p.q_pe, t, n);
+        const auto value = static_cast<float>(get(part, i < latent ? i : i - latent));
+        *p.out.ptr<Float8E4M3FN>({t, n, i}) = narrow_saturated<Float8E4M3FN>(value / p.scale);
+      }
+    }
+  }
+}
+
 void quantize_output(const OpContext&, const QuantizeOutputParams& p) {
   const OutputRows rows(p);
   for (std::int64_t t = 0; t < p.x.shape[0]; ++t) {
