@@ -1,5 +1,5 @@
-// A problem of grouped-query attention that the decode op, the prefill op over blocks and the
-// prefill op over rows all solve, and its float64 answer. Every byte that nobody owns is NaN: also
+// A problem of grouped-query attention that the decode op and the prefill op over blocks, rows and
+// both all solve, and its float64 answer. Every byte that nobody owns is NaN: also
 // the keys before all windows, whose block ids are garbage.
 #pragma once
 
@@ -14,9 +14,15 @@
 
 namespace fovea::test {
 
-enum class AttentionPath { decode, paged_prefill, prefill };
+enum class AttentionPath {
+  decode,
+  paged_prefill,    ///< All keys from their blocks.
+  context_prefill,  ///< The query tokens' keys are rows, those before them in blocks.
+  prefill,          ///< All keys are rows.
+};
 inline constexpr AttentionPath kAttentionPaths[] = {
-    AttentionPath::decode, AttentionPath::paged_prefill, AttentionPath::prefill};
+    AttentionPath::decode, AttentionPath::paged_prefill, AttentionPath::context_prefill,
+    AttentionPath::prefill};
 
 struct GqaShape {
   std::int64_t heads = 4;
@@ -151,6 +157,40 @@ class GqaProblem {
     run_poisoned(ctx, params, [&] { attention_prefill(ctx, params); });
   }
 
+  /// The query tokens' keys are rows of the query's dtype; what the cache has of them is NaN
+  /// meanwhile. No request may have fewer keys than query tokens.
+  void run_context_prefill(const OpContext& ctx, std::int64_t query_tile = 16) {
+    const PaddedTensor k(dtype_, {tokens_, shape_.kv_heads, shape_.qk_dim}, 7);
+    const PaddedTensor v(dtype_, {tokens_, shape_.kv_heads, shape_.v_dim}, 9);
+    struct Saved {
+      TensorView row;
+      Tensor values;
+    };
+    std::vector<Saved> saved;
+    const auto move = [&](const TensorView& row, const TensorView& heads) {
+      copy(row.split(0, heads.shape[0], heads.shape[1]), heads);
+      saved.push_back({row, Tensor::empty(row.dtype, {row.shape[0]})});
+      copy(row, saved.back().values);
+      poison(row);
+    };
+    for (std::size_t r = 0; r < owned_.size(); ++r) {
+      const std::int64_t first_new = shape_.seq_lens[r] - shape_.query_lens[r];
+      for (std::int64_t i = 0; i < shape_.query_lens[r]; ++i) {
+        const auto request = static_cast<std::int64_t>(r);
+        move(k_row(request, first_new + i), k.view().select(0, query_start_loc_[r] + i));
+        move(v_row(request, first_new + i), v.view().select(0, query_start_loc_[r] + i));
+      }
+    }
+    AttentionPrefillParams params = paged_prefill_params();
+    params.k = k;
+    params.v = v;
+    const PrefillSchedule schedule =
+        schedule_prefill(query_start_loc_, cu_k_, query_tile, params.variant);
+    params.schedule = &schedule;
+    run_poisoned(ctx, params, [&] { attention_prefill(ctx, params); });
+    for (const auto& [row, values] : saved) copy(values, row);
+  }
+
   void run(const OpContext& ctx, AttentionPath path, std::int32_t workers = 0,
            std::int64_t tile = 16) {
     switch (path) {
@@ -158,6 +198,8 @@ class GqaProblem {
         return run_decode(ctx, workers, static_cast<std::int32_t>(tile));
       case AttentionPath::paged_prefill:
         return run_paged_prefill(ctx, tile);
+      case AttentionPath::context_prefill:
+        return run_context_prefill(ctx, tile);
       case AttentionPath::prefill:
         return run_prefill(ctx, tile);
     }

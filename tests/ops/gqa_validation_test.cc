@@ -191,7 +191,13 @@ TEST_F(GqaValidation, PagedPrefillNamesWhatDoesNotFit) {
     std::function<void(AttentionPrefillParams&)> spoil;
     std::vector<std::string> parts;
   } cases[] = {
-      {[&](auto& p) { p.k = k; }, {"k is bf16[60, 3, 8]", "paged", "absent"}},
+      {[&](auto& p) { p.k = k; }, {"k is bf16[60, 3, 8]", "both must be there"}},
+      {[&](auto& p) {
+         p.k = k;
+         p.v = k.view().slice(2, 0, 4);
+       },
+       {"k is bf16[60, 3, 8]", "Tq = 3"}},
+      {[&](auto& p) { p.k_pe = k.view().select(1, 0); }, {"k_pe is bf16[60, 8]", "absent"}},
       {[](auto& p) { p.paged.v_cache = nullptr; }, {"v_cache is null", "12"}},
       {[](auto& p) { p.paged.k_cache = nullptr; }, {"k is absent"}},
       {[](auto& p) { p.paged.num_kv_heads = 5; }, {"N = 6", "num_kv_heads is 5"}},
