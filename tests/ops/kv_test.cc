@@ -254,5 +254,63 @@ TEST_P(LargeCache, OffsetsPassThirtyTwoBits) {  // B035, B036, B037
   EXPECT_TRUE(values_close(std::vector<double>{std::log(40.0)}, lse, 1e-6));
 }
 
+TEST_P(LargeCache, KeysAndValuesOfHeadsPassThirtyTwoBitsToo) {
+  constexpr std::int64_t kHeads = 2, kWidth = kRow / kHeads;
+  const KvFormat format{dtype(), kRow};
+  const KvCacheLayout layout{.num_blocks = 2500, .block_size = 16, .block_stride = 1 << 21};
+  const auto bytes = static_cast<std::size_t>(PagedKvCache::required_bytes(format, layout));
+  const SparseMemory k_memory(bytes), v_memory(bytes);
+  if (!k_memory.data() || !v_memory.data()) GTEST_SKIP() << "no 10 GiB of address space";
+  const PagedKvCache k_cache = PagedKvCache::view(k_memory.data(), format, layout);
+  const PagedKvCache v_cache = PagedKvCache::view(v_memory.data(), format, layout);
+  const std::vector<std::int32_t> table{2499, 1023, 2049};
+  std::vector<std::int64_t> slots;
+  for (std::int64_t p = 0; p < 40; ++p) {
+    slots.push_back(std::int64_t{table[static_cast<std::size_t>(p / 16)]} * 16 + p % 16);
+  }
+  const Tensor k = Tensor::empty(dtype(), {40, kHeads, kWidth});
+  const Tensor v = Tensor::empty(dtype(), {40, kHeads, kWidth});
+  fill_normal(k, 1);
+  fill_normal(v, 2);
+  gqa_append(ctx(), {k, v, TensorView::of(slots.data(), {40}), &k_cache, &v_cache, {}});
+
+  // Zero queries of two heads per key head: means of the values, and the logarithm of 40.
+  const Tensor q = Tensor::zeros(dtype(), {1, 4, kWidth});
+  const Tensor out = Tensor::empty(DType::f32, {1, 4, kWidth});
+  const Tensor lse = Tensor::empty(DType::f32, {4, 1});
+  const PagedKv paged{&k_cache, &v_cache, {table.data(), 1, 3, 3}, kHeads};
+  const std::vector<double> values = to_doubles(v);
+  std::vector<double> mean(4 * kWidth, 0.0);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const std::size_t head = i / kWidth % kHeads, d = i % kWidth;
+    mean[2 * head * kWidth + d] += values[i] / 40;
+    mean[(2 * head + 1) * kWidth + d] += values[i] / 40;
+  }
+  AttentionDecodeParams decode;
+  decode.q = q;
+  decode.kv = paged;
+  decode.out = out;
+  decode.lse = lse;
+  decode.sm_scale = 1;
+  AttentionPrefillParams prefill;
+  prefill.q = q;
+  prefill.paged = paged;
+  prefill.out = out;
+  prefill.lse = lse;
+  prefill.sm_scale = 1;
+  for (bool decodes : {true, false}) {
+    poison(out);
+    if (decodes) {
+      attention_decode_once(ctx(), decode, std::vector<std::int32_t>{0, 1},
+                            std::vector<std::int32_t>{40});
+    } else {
+      attention_prefill_once(ctx(), prefill, std::vector<std::int32_t>{0, 1},
+                             std::vector<std::int32_t>{0, 40});
+    }
+    EXPECT_TRUE(values_close(mean, out, 1e-6));
+    EXPECT_TRUE(values_close(std::vector<double>(4, std::log(40.0)), lse, 1e-6));
+  }
+}
+
 }  // namespace
 }  // namespace fovea::test
