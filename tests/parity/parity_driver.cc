@@ -1,12 +1,14 @@
-// Compares MLA layers with what record.py saw transformers' layers do: every model that models.txt
-// names, every layer, by prefill at once, by chunked prefill and by decode. Wrong scales and
-// pairings must show, or the comparison is worth nothing.
+// Compares attention layers of either kind with what record.py saw transformers' layers do: every
+// model that models.txt names, every layer, by prefill at once, by chunked prefill and by decode.
+// Wrong scales, pairings, windows and sinks must show, or the comparison is worth nothing.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <fstream>
 #include <limits>
 #include <string>
+#include <utility>
+#include <variant>
 #include <vector>
 
 #include "fovea/error.h"
@@ -94,28 +96,23 @@ class ModelParity {
       for (std::int64_t i = 0; i < model_.num_layers(); ++i) error = std::max(error, of_layer(i));
       return error;
     };
-    row("prefill", worst([&](std::int64_t i) { return prefill(i, attention(i)); }), false);
+    const ModelConfig& right = model_.config();
+    row("prefill", worst([&](std::int64_t i) { return prefill(i, right); }), false);
     row("chunked prefill", worst([&](std::int64_t i) { return chunked(i); }), false);
-    row("decode", worst([&](std::int64_t i) { return decode(i, attention(i)); }), false);
-    row("decode, full absorption", worst([&](std::int64_t i) {
-          return decode(i, variant(i, model_.config(), MlaAbsorption::full));
-        }),
-        false);
-
-    ModelConfig wrong = model_.config();
-    wrong.mla.sm_scale *= single ? 1.01f : 1.5f;
-    row("control: another sm_scale",
-        worst([&](std::int64_t i) { return decode(i, variant(i, wrong)); }), true);
-    wrong = model_.config();
-    wrong.groups[0].rope.pairing = wrong.groups[0].rope.pairing == RopePairing::neox
-                                       ? RopePairing::interleaved
-                                       : RopePairing::neox;
-    row("control: the other pairing",
-        worst([&](std::int64_t i) { return prefill(i, variant(i, wrong)); }), true);
+    row("decode", worst([&](std::int64_t i) { return decode(i, right); }), false);
+    if (right.is_mla()) {
+      row("decode, full absorption",
+          worst([&](std::int64_t i) { return decode(i, right, MlaAbsorption::full); }), false);
+    }
+    for (const auto& [control, config] : wrong_configs(single)) {
+      row(control, worst([&](std::int64_t i) { return prefill(i, config); }), true);
+    }
     return ok;
   }
 
  private:
+  using AnyLayer = std::variant<MlaLayer, AttentionLayer>;
+
   static Model load(const std::string& directory, const Recordings& recordings) {
     Model::Options options;
     options.dtype = recordings.dtype();
@@ -127,38 +124,88 @@ class ModelParity {
     return model;
   }
 
-  const MlaLayer& attention(std::int64_t layer) const {
-    return std::get<MlaLayer>(model_.layer(layer).attention);
+  /// What must not go unnoticed.
+  std::vector<std::pair<const char*, ModelConfig>> wrong_configs(bool single) const {
+    const ModelConfig& right = model_.config();
+    std::vector<std::pair<const char*, ModelConfig>> result;
+    ModelConfig& scale = result.emplace_back("control: another sm_scale", right).second;
+    (right.is_mla() ? scale.mla.sm_scale : scale.gqa.sm_scale) *= single ? 1.01f : 1.5f;
+    ModelConfig& pairing = result.emplace_back("control: the other pairing", right).second;
+    for (KvGroupConfig& group : pairing.groups) {
+      const bool neox = group.rope.pairing == RopePairing::neox;
+      group.rope.pairing = neox ? RopePairing::interleaved : RopePairing::neox;
+    }
+    ModelConfig wider = right;
+    for (KvGroupConfig& group : wider.groups) {
+      if (group.variant.window_left >= 0) ++group.variant.window_left;
+    }
+    const bool is_windowed =
+        std::any_of(right.groups.begin(), right.groups.end(),
+                    [](const KvGroupConfig& group) { return group.variant.window_left >= 0; });
+    if (is_windowed) result.emplace_back("control: window of one more", wider);
+    if (right.sinks) result.emplace_back("control: no sinks", right).second.sinks = false;
+    return result;
   }
 
-  MlaLayer variant(std::int64_t layer, const ModelConfig& config,
-                   MlaAbsorption absorption = MlaAbsorption::two_step) const {
-    return MlaLayer(config.mla, model_.mla_weights(layer),
-                    std::make_shared<const RotaryEmbedding>(config.groups[0].rope),
-                    {.absorption = absorption, .rms_norm_eps = config.latent_norm_eps});
+  const KvGroupConfig& group_of(std::int64_t layer, const ModelConfig& config) const {
+    return config.groups[static_cast<std::size_t>(model_.layer(layer).kv_group)];
   }
 
-  double prefill(std::int64_t layer, const MlaLayer& attention) const {
+  AnyLayer make_layer(std::int64_t layer, const ModelConfig& config,
+                      MlaAbsorption absorption = MlaAbsorption::two_step) const {
+    const auto rotary = std::make_shared<const RotaryEmbedding>(group_of(layer, config).rope);
+    if (config.is_mla()) {
+      return MlaLayer(config.mla, model_.mla_weights(layer), rotary,
+                      {.absorption = absorption, .rms_norm_eps = config.latent_norm_eps});
+    }
+    AttentionWeights weights = model_.gqa_weights(layer);
+    if (!config.sinks) weights.sinks = {};
+    return AttentionLayer(config.gqa, weights, rotary,
+                          {.qk_norm = config.qk_norm, .rms_norm_eps = config.rms_norm_eps});
+  }
+
+  /// Calls fn(SequenceRunner) over `layer`.
+  template <class Fn>
+  auto with_runner(const AnyLayer& layer, std::int64_t tokens, const test::SequenceOptions& options,
+                   Fn&& fn) const {
+    return std::visit(
+        [&](const auto& attention) {
+          test::SequenceRunner runner(runtime_, attention, tokens, options);
+          return fn(runner);
+        },
+        layer);
+  }
+
+  double prefill(std::int64_t layer, const ModelConfig& config) const {
     const Recording full = recordings_.of(layer, "full");
     const std::int64_t tokens = full.input.shape[0];
     const Tensor out = Tensor::empty(model_.dtype(), {tokens, full.input.shape[1]});
-    test::SequenceRunner(runtime_, attention, tokens).step(full.input, out);
+    const AnyLayer attention = make_layer(layer, config);
+    with_runner(attention, tokens, {.variant = group_of(layer, config).variant},
+                [&](test::SequenceRunner& runner) { return runner.step(full.input, out); });
     return worst_row(full.output, out);
   }
 
+  /// By the model's own layer.
   double chunked(std::int64_t layer) const {
     const Recording full = recordings_.of(layer, "full");
     const std::int64_t tokens = full.input.shape[0];
     const Tensor out = Tensor::empty(model_.dtype(), {tokens, full.input.shape[1]});
-    // Steps of 37 tokens over a workspace of 24 rows: up to seven context chunks.
-    test::SequenceRunner runner(runtime_, attention(layer), tokens,
-                                {.block_size = 8, .workspace_rows = 24});
-    const std::size_t chunks = runner.run(full.input, out, pieces(tokens, 37));
-    return chunks >= 3 ? worst_row(full.output, out) : std::numeric_limits<double>::infinity();
+    // Steps of 37 tokens over a workspace of 24 rows: MLA takes up to seven context chunks.
+    const std::size_t chunks = with_runner(model_.layer(layer).attention, tokens,
+                                           {.block_size = 8,
+                                            .workspace_rows = 24,
+                                            .variant = group_of(layer, model_.config()).variant},
+                                           [&](test::SequenceRunner& runner) {
+                                             return runner.run(full.input, out, pieces(tokens, 37));
+                                           });
+    const bool is_chunked = chunks >= 3 || !model_.config().is_mla();
+    return is_chunked ? worst_row(full.output, out) : std::numeric_limits<double>::infinity();
   }
 
   /// The prefill as recorded, then one token at a time.
-  double decode(std::int64_t layer, const MlaLayer& attention) const {
+  double decode(std::int64_t layer, const ModelConfig& config,
+                MlaAbsorption absorption = MlaAbsorption::two_step) const {
     const Recording prompt = recordings_.of(layer, "prefill");
     const Recording answer = recordings_.of(layer, "decode");
     const std::int64_t prompt_tokens = prompt.input.shape[0];
@@ -166,9 +213,12 @@ class ModelParity {
     const std::int64_t width = prompt.input.shape[1];
     const Tensor prompt_out = Tensor::empty(model_.dtype(), {prompt_tokens, width});
     const Tensor answer_out = Tensor::empty(model_.dtype(), {answer_tokens, width});
-    test::SequenceRunner runner(runtime_, attention, prompt_tokens + answer_tokens);
-    runner.step(prompt.input, prompt_out);
-    runner.run(answer.input, answer_out, pieces(answer_tokens, 1));
+    const AnyLayer attention = make_layer(layer, config, absorption);
+    with_runner(attention, prompt_tokens + answer_tokens,
+                {.variant = group_of(layer, config).variant}, [&](test::SequenceRunner& runner) {
+                  runner.step(prompt.input, prompt_out);
+                  return runner.run(answer.input, answer_out, pieces(answer_tokens, 1));
+                });
     return std::max(worst_row(prompt.output, prompt_out), worst_row(answer.output, answer_out));
   }
 

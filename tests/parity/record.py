@@ -20,8 +20,11 @@ import safetensors.torch
 import torch
 import transformers
 from transformers import (DynamicCache, DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config,
-                          DeepseekV3ForCausalLM, Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM,
-                          MiniCPM3Config, MiniCPM3ForCausalLM)
+                          DeepseekV3ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig,
+                          Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, GptOssConfig,
+                          GptOssForCausalLM, LlamaConfig, LlamaForCausalLM, MiniCPM3Config,
+                          MiniCPM3ForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config,
+                          Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
 
 PREFILL, DECODE = 96, 64
 LAYERS = 3
@@ -30,6 +33,11 @@ COMMON = dict(hidden_size=96, intermediate_size=64, num_hidden_layers=LAYERS,
               num_attention_heads=8, num_key_value_heads=8, vocab_size=512, q_lora_rank=40,
               kv_lora_rank=32, qk_nope_head_dim=24, qk_rope_head_dim=16, v_head_dim=20,
               max_position_embeddings=1024)
+# Grouped queries: three heads share a key head, and heads are wider than hidden_size / heads.
+GROUPED = dict(hidden_size=96, intermediate_size=64, num_hidden_layers=LAYERS,
+               num_attention_heads=6, num_key_value_heads=2, head_dim=32, vocab_size=512,
+               max_position_embeddings=1024)
+WINDOW = 16  # Of the windowed layers: many times shorter than the sequences.
 # The last layer has experts, so that checkpoints hold tensors that attention must pass over.
 EXPERTS = dict(moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
                topk_group=1, n_shared_experts=1)
@@ -51,8 +59,63 @@ def longrope(original):
             "original_max_position_embeddings": original}
 
 
+def default_rope(theta=10000.0):
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+def gqa_models():
+    """As models(), of the families with grouped-query attention."""
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    # The published ramp, neither end of which is a whole channel pair.
+    gpt_oss = GptOssConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2, layer_types=types,
+                           sliding_window=WINDOW, rms_norm_eps=1e-5, rope_parameters={
+                               "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0,
+                               "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                               "original_max_position_embeddings": 64})
+    llama3 = dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0,
+                  high_freq_factor=4.0, original_max_position_embeddings=64)
+    qwen2 = Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=WINDOW,
+                        max_window_layers=1, rope_parameters=default_rope(1e6))
+    qwen3 = Qwen3Config(**GROUPED, use_sliding_window=True, sliding_window=WINDOW,
+                        layer_types=types, rope_parameters=default_rope(1e6))
+    mistral = MistralConfig(**dict(GROUPED, head_dim=None, hidden_size=108), rms_norm_eps=1e-5,
+                            sliding_window=WINDOW, rope_parameters=default_rope())
+    gemma = Gemma3TextConfig(**GROUPED, sliding_window=WINDOW, query_pre_attn_scalar=24,
+                             layer_types=types, rope_parameters={
+                                 "full_attention": {"rope_type": "linear", "factor": 8.0,
+                                                    "rope_theta": 1e6},
+                                 "sliding_attention": default_rope()})
+    both = (("", torch.float32), ("_bf16", torch.bfloat16))
+    for suffix, dtype in both:
+        yield (f"gpt_oss{suffix}", gpt_oss, GptOssForCausalLM, dtype, {})
+        yield (f"llama3{suffix}", LlamaConfig(**GROUPED, rope_parameters=llama3),
+               LlamaForCausalLM, dtype, {})
+        yield (f"qwen2{suffix}", qwen2, Qwen2ForCausalLM, dtype, {})
+        yield (f"qwen3{suffix}", qwen3, Qwen3ForCausalLM, dtype, {})
+        yield (f"mistral{suffix}", mistral, MistralForCausalLM, dtype, {})
+        yield (f"gemma3{suffix}", gemma, Gemma3ForCausalLM, dtype, {})
+    # Llama 2: as many key heads as heads. The biases are an option of newer files.
+    yield ("llama2_bias",
+           LlamaConfig(**dict(GROUPED, num_key_value_heads=6, head_dim=None), attention_bias=True,
+                       rope_parameters=default_rope()), LlamaForCausalLM, torch.float32, {})
+    yield ("llama_linear",
+           LlamaConfig(**GROUPED, rope_parameters=dict(default_rope(), rope_type="linear",
+                                                       factor=4.0)),
+           LlamaForCausalLM, torch.float32, {})
+    yield ("llama_yarn",
+           LlamaConfig(**GROUPED, rope_parameters={
+               "rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0,
+               "attention_factor": 1.25, "original_max_position_embeddings": 64}),
+           LlamaForCausalLM, torch.float32, {})
+
+
 def models():
     """name, config, class, dtype, options: tensors per file, fields of config.json to replace."""
+    yield from mla_models()
+    yield from gqa_models()
+
+
+def mla_models():
     v2 = dict(COMMON, **SPARSE_LAST, topk_method="greedy")
     v3 = dict(COMMON, **SPARSE_LAST)
     glm = dict(COMMON, **EXPERTS, mlp_layer_types=["dense"] * (LAYERS - 1) + ["sparse"])
@@ -101,18 +164,28 @@ def randomise(model, generator):
     Logits get a standard deviation of about 2 whatever the softmax scale; bf16's error grows with it.
     """
     attention = model.model.layers[0].self_attn
-    query_gain = 2.0 / (attention.scaling * attention.qk_head_dim ** 0.5)
+    if hasattr(attention, "qk_head_dim"):
+        query_gain = 2.0 / (attention.scaling * attention.qk_head_dim ** 0.5)
+    else:
+        # Whole heads turn: a rotation's amplitude counts in queries and in keys.
+        amplitude = getattr(model.model.rotary_emb, "attention_scaling", 1.0)
+        query_gain = 2.0 / (attention.scaling * attention.head_dim ** 0.5 * amplitude ** 2)
+    # Behind a norm the projection's size means nothing; the norm's weights have it then.
+    normed = hasattr(attention, "q_norm")
+    stored_less = 1 if isinstance(model, Gemma3ForCausalLM) else 0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if "layernorm" in name or name.endswith("norm.weight"):
-                parameter.copy_(1 + 0.3 * noise)
+            if "norm" in name:
+                gain = query_gain if name.endswith("q_norm.weight") else 1.0
+                parameter.copy_(gain * (1 + 0.3 * noise) - stored_less)
             elif name.endswith(".bias"):
                 parameter.copy_(0.3 * noise)
-            elif "embed_tokens" in name:
+            elif "embed_tokens" in name or name.endswith(".sinks"):
                 parameter.copy_(noise)
             else:
-                gain = query_gain if "q_b_proj" in name or "q_proj" in name else 1.0
+                is_query = "q_b_proj" in name or "q_proj" in name
+                gain = query_gain if is_query and not normed else 1.0
                 parameter.copy_(gain * noise / parameter.shape[-1] ** 0.5)
 
 
