@@ -128,7 +128,7 @@ class MlaAttention {
   TensorView sinks() const { return sinks_ ? sinks_.view() : TensorView{}; }
 
   std::int64_t decode_bytes(const OpContext& ctx, const DecodeSchedule& schedule,
-                            std::int64_t tokens) const;
+                            const AttentionVariant& variant, std::int64_t tokens) const;
   std::int64_t attention_bytes(const OpContext& ctx, const PrefillSchedule& schedule,
                                std::int64_t queries, std::int64_t keys) const;
   std::int64_t expanded_bytes(std::int64_t keys) const;

@@ -51,16 +51,21 @@ struct AttentionLayer::State {
   Projected take(WorkspaceScope& scope, std::int64_t tokens) const;
   void project(const OpContext& ctx, const TensorView& hidden, const AttentionStep& step,
                const Projected& projected) const;
-  void prepare_keys(const OpContext& ctx, const AttentionStep& step,
-                    const Projected& projected) const;
+  void prepare_keys(const OpContext& ctx, const AttentionStep& step, const Projected& projected,
+                    bool turn_keys) const;
   void append(const OpContext& ctx, const AttentionStep& step, const Projected& projected,
-              const GqaCache& cache) const;
+              const GqaCache& cache, bool turn_keys) const;
   void attend(const OpContext& ctx, const AttentionStep& step, const Projected& projected,
               const GqaCache& cache) const;
 
-  std::int64_t decode_bytes(const OpContext& ctx, const DecodeSchedule& schedule) const;
+  std::int64_t decode_bytes(const OpContext& ctx, const DecodeSchedule& schedule,
+                            const AttentionVariant& variant) const;
   std::int64_t prefill_bytes(const OpContext& ctx, const PrefillSchedule& schedule) const;
   std::int64_t workspace_bytes(std::int64_t tokens, std::int64_t attention_bytes) const;
+  /// What is appended comes back bit for bit.
+  bool stores_as_is(const GqaCache& cache) const {
+    return cache.k.format().dtype == dtype && cache.v.format().dtype == dtype;
+  }
   TensorView sinks_view() const { return sinks ? sinks.view() : TensorView{}; }
 
   GqaDims dims;
@@ -139,8 +144,8 @@ void AttentionLayer::State::check_lora_ids(const AttentionStep& step, std::int64
 void AttentionLayer::State::check_plan(const AttentionStep& step, const GqaCache& cache) const {
   FOVEA_CHECK(step.plan->paged_context, invalid_argument,
               "plan was made for context chunks, but this layer needs ContextPlanKind::paged");
-  check_cache("attention_layer: cache.k", &cache.k, dims.k_size(), "Hk * D");
-  check_cache("attention_layer: cache.v", &cache.v, dims.v_size(), "Hk * Dv");
+  check_heads_cache(kName, &cache.k, dims.num_kv_heads, dims.head_dim, "Hk * D", "cache.k");
+  check_heads_cache(kName, &cache.v, dims.num_kv_heads, dims.v_head_dim, "Hk * Dv", "cache.v");
   FOVEA_CHECK(
       cache.k.num_blocks() == cache.v.num_blocks() && cache.k.block_size() == cache.v.block_size(),
       invalid_argument, "cache.v has {} blocks of {}, but must have as many as cache.k, {} of {}",
@@ -170,7 +175,7 @@ void AttentionLayer::State::project(const OpContext& ctx, const TensorView& hidd
 
 /// QK-norm and rotation, but for what gqa_append does on the way.
 void AttentionLayer::State::prepare_keys(const OpContext& ctx, const AttentionStep& step,
-                                         const Projected& p) const {
+                                         const Projected& p, bool turn_keys) const {
   const auto norm_both = [&] {
     norm(ctx, p.q, q_norm, options.rms_norm_eps);
     norm(ctx, p.k, k_norm, options.rms_norm_eps);
@@ -179,20 +184,21 @@ void AttentionLayer::State::prepare_keys(const OpContext& ctx, const AttentionSt
   if (rotary) {
     const std::int64_t width = rotary->config().dim;  // The rest of a head stays.
     (*rotary)(ctx, p.q.slice(2, 0, width), step.positions);
-    if (!rotates_on_append) (*rotary)(ctx, p.k.slice(2, 0, width), step.positions);
+    if (turn_keys) (*rotary)(ctx, p.k.slice(2, 0, width), step.positions);
   }
   if (options.qk_norm == QkNorm::post_rope) norm_both();
 }
 
 void AttentionLayer::State::append(const OpContext& ctx, const AttentionStep& step,
-                                   const Projected& p, const GqaCache& cache) const {
+                                   const Projected& p, const GqaCache& cache,
+                                   bool turn_keys) const {
   GqaAppendParams params{.k = p.k,
                          .v = p.v,
                          .slot_mapping = step.slot_mapping,
                          .k_cache = &cache.k,
                          .v_cache = &cache.v,
                          .rope = {}};
-  if (rotates_on_append) params.rope = rotary->angles(step.positions);
+  if (turn_keys) params.rope = rotary->angles(step.positions);
   gqa_append(ctx, params);
 }
 
@@ -216,10 +222,11 @@ void AttentionLayer::State::attend(const OpContext& ctx, const AttentionStep& st
   }
   if (actual == decodes) return;
   kv.block_table = requests_from(step.block_table, plan.split.num_decodes, plan.split.num_prefills);
+  const bool reads_fresh = !stores_as_is(cache);
   attention_prefill(ctx, {.q = p.q.slice(0, decodes, actual),
-                          .k = {},
+                          .k = reads_fresh ? p.k.slice(0, decodes, actual) : TensorView{},
                           .k_pe = {},
-                          .v = {},
+                          .v = reads_fresh ? p.v.slice(0, decodes, actual) : TensorView{},
                           .out = p.out.slice(0, decodes, actual),
                           .lse = {},
                           .schedule = &plan.prefill,
@@ -232,7 +239,8 @@ void AttentionLayer::State::attend(const OpContext& ctx, const AttentionStep& st
 // ---------------------------------------------------------------- workspace
 
 std::int64_t AttentionLayer::State::decode_bytes(const OpContext& ctx,
-                                                 const DecodeSchedule& schedule) const {
+                                                 const DecodeSchedule& schedule,
+                                                 const AttentionVariant& variant) const {
   const std::int64_t N = dims.num_heads, rows = schedule.query_start_loc.back();
   const PagedKvCache k = format_only({dtype, dims.k_size()}),
                      v = format_only({dtype, dims.v_size()});
@@ -245,7 +253,7 @@ std::int64_t AttentionLayer::State::decode_bytes(const OpContext& ctx,
                                  .out = shape_only(dtype, {rows, N, dims.v_head_dim}),
                                  .lse = {},
                                  .schedule = &schedule,
-                                 .variant = {},
+                                 .variant = variant,
                                  .sm_scale = dims.sm_scale,
                                  .sinks = sinks_view()});
 }
@@ -318,8 +326,10 @@ void AttentionLayer::operator()(const OpContext& ctx, const TensorView& hidden,
   WorkspaceScope scope(*ctx.workspace);
   const State::Projected p = s.take(scope, tokens);
   s.project(ctx, hidden.slice(0, 0, tokens), actual, p);
-  s.prepare_keys(ctx, actual, p);
-  if (actual.slot_mapping) s.append(ctx, actual, p, cache);
+  // New tokens of prefills are read as they are, turned, where the cache would round them.
+  const bool on_append = s.rotates_on_append && s.stores_as_is(cache);
+  s.prepare_keys(ctx, actual, p, s.rotary && !on_append);
+  if (actual.slot_mapping) s.append(ctx, actual, p, cache, on_append);
   s.attend(ctx, actual, p, cache);
   const TensorView attended = p.out.fuse(1), rows = out.slice(0, 0, tokens);
   s.o_proj(ctx, attended, rows);  // [Ta, N * Dv] -> [Ta, H]
@@ -329,7 +339,7 @@ void AttentionLayer::operator()(const OpContext& ctx, const TensorView& hidden,
 
 std::int64_t AttentionLayer::workspace_bytes(const OpContext& ctx, const BatchPlan& plan) const {
   const std::int64_t decodes = plan.split.num_decode_tokens;
-  std::int64_t attention = decodes > 0 ? state_->decode_bytes(ctx, plan.decode) : 0;
+  std::int64_t attention = decodes > 0 ? state_->decode_bytes(ctx, plan.decode, plan.variant) : 0;
   if (plan.num_actual_tokens > decodes) {
     attention = std::max(attention, state_->prefill_bytes(ctx, plan.prefill));
   }
@@ -342,7 +352,7 @@ std::int64_t AttentionLayer::workspace_bytes(const OpContext& ctx,
   const DecodeSchedule decode = worst_decode_schedule(limits, ctx.plan_target);
   const PrefillSchedule prefill = worst_prefill_schedule(limits.max_tokens, limits.max_seq_len,
                                                          ctx.pool->num_threads(), ctx.plan_target);
-  return state_->workspace_bytes(limits.max_tokens, std::max(state_->decode_bytes(ctx, decode),
+  return state_->workspace_bytes(limits.max_tokens, std::max(state_->decode_bytes(ctx, decode, {}),
                                                              state_->prefill_bytes(ctx, prefill)));
 }
 

@@ -179,7 +179,8 @@ void MlaAttention::decode(const OpContext& ctx, const Operands& o, const Attenti
                          .schedule = &step.plan->decode,
                          .variant = step.plan->variant,
                          .sm_scale = dims_.sm_scale,
-                         .sinks = sinks()};
+                         .sinks = sinks(),
+                         .q_scale = 0.f};
   if (!absorbed) {
     const TensorView q = o.q.slice(0, 0, tokens);
     params.q_latent = scope.take(dtype(), {tokens, N, L});

@@ -44,6 +44,7 @@ std::int64_t MlaAttention::chunk_bytes(std::int64_t queries, std::int64_t keys, 
 }
 
 std::int64_t MlaAttention::decode_bytes(const OpContext& ctx, const DecodeSchedule& schedule,
+                                        const AttentionVariant& variant,
                                         std::int64_t tokens) const {
   const std::int64_t N = dims_.num_heads, L = dims_.kv_lora_rank, R = dims_.qk_rope_head_dim;
   const std::int64_t rows = schedule.query_start_loc.back();
@@ -56,9 +57,10 @@ std::int64_t MlaAttention::decode_bytes(const OpContext& ctx, const DecodeSchedu
                                                   .out = shape_only(dtype(), {rows, N, L}),
                                                   .lse = {},
                                                   .schedule = &schedule,
-                                                  .variant = {},
+                                                  .variant = variant,
                                                   .sm_scale = dims_.sm_scale,
-                                                  .sinks = sinks()});
+                                                  .sinks = sinks(),
+                                                  .q_scale = 0.f});
   if (!absorb_) return attention;
   return 2 * rounded_bytes(dtype(), tokens * N * L) +
          std::max({attention, absorb_.workspace_bytes(tokens), v_up_.workspace_bytes(tokens)});
@@ -70,7 +72,7 @@ std::int64_t MlaAttention::workspace_bytes(const OpContext& ctx, const BatchPlan
               "make it packed or equal");
   const std::int64_t decodes = plan.split.num_decode_tokens;
   const std::int64_t prefills = plan.num_actual_tokens - decodes;
-  std::int64_t bytes = decodes > 0 ? decode_bytes(ctx, plan.decode, decodes) : 0;
+  std::int64_t bytes = decodes > 0 ? decode_bytes(ctx, plan.decode, plan.variant, decodes) : 0;
   if (prefills == 0) return bytes;
   const std::int64_t new_tokens =
       new_tokens_bytes(prefills, attention_bytes(ctx, plan.prefill, prefills, prefills));
@@ -98,7 +100,7 @@ std::int64_t MlaAttention::workspace_bytes(const OpContext& ctx,
   const std::int64_t attention =
       attention_bytes(ctx, prefill, prefill.cu_seqlens_q.back(), prefill.cu_seqlens_k.back());
   const std::int64_t context = keys > 0 ? state_bytes(tokens) : 0;
-  return std::max({decode_bytes(ctx, decode, decodes),
+  return std::max({decode_bytes(ctx, decode, {}, decodes),
                    2 * context + new_tokens_bytes(tokens, attention),
                    context + chunk_bytes(tokens, keys, keys > 0, attention)});
 }
