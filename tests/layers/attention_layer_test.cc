@@ -166,6 +166,11 @@ TEST(AttentionLayer, LengthsAroundTheWindow) {
   world.run({{0, 15}, {1, 16}, {2, 17}});
   world.run({{0, 1}, {1, 1}, {2, 1}});
   world.run({{0, 1}, {1, 1}});
+  // Far beyond it: what lies before is in no schedule.
+  GqaWorld far(options, {300, 200});
+  far.run({{0, 290}, {1, 190}});
+  far.run({{0, 1}, {1, 7}});
+  far.run({{0, 1}, {1, 1}});
 }
 
 TEST(AttentionLayer, SeveralQueryTokensPerDecode) {
