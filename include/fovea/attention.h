@@ -105,10 +105,10 @@ class AttentionLayer {
   DType dtype() const;
 
   /// out [T, H] = layer(hidden [T, H]), after o_proj, both of dtype(). The new rows are appended to
-  /// the cache, then attention reads all keys from it: the plan's context_plan must be
-  /// ContextPlanKind::paged. Rows past the plan's tokens are not read and come out as zeros.
-  /// Without a plan (profile run): zeros, after reserving and taking the workspace of the worst
-  /// step.
+  /// the cache, then attention reads all keys from it (but prefills their new tokens as they are,
+  /// where the cache would round them): the plan's context_plan must be ContextPlanKind::paged.
+  /// Rows past the plan's tokens are not read and come out as zeros. Without a plan (profile run):
+  /// zeros, after reserving and taking the workspace of the worst step.
   void operator()(const OpContext& ctx, const TensorView& hidden, const TensorView& out,
                   const AttentionStep& step, const GqaCache& cache) const;
 

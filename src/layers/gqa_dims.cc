@@ -2,15 +2,9 @@
 
 #include "core/check.h"
 #include "fovea/attention.h"
+#include "layers/rows.h"
 
 namespace fovea {
-namespace {
-
-/// What any product of two dims of one layer stays below in 64 bits, with room for a third.
-constexpr std::int64_t kMaxDim = std::int64_t{1} << 20;
-
-}  // namespace
-
 GqaDims GqaDims::validated() const {
   const struct {
     const char* name;

@@ -211,22 +211,28 @@ std::int64_t MlaLayer::State::products_bytes(const StepRows& rows) const {
   return bytes;
 }
 
-/// q_a_layernorm and kv_a_layernorm in one parallel region, side by side: a row's bits depend on
-/// the row alone.
+/// q_a_layernorm and kv_a_layernorm, side by side in one parallel region where there is work for
+/// it: a row's bits depend on the row alone.
 void MlaLayer::State::norm_latents(const OpContext& ctx, const Projected& p) const {
-  const TensorView kv_c = latent_rows(p).slice(1, 0, dims.kv_lora_rank);
-  const RmsNormParams kv_a{.x = kv_c, .weight = kv_a_layernorm, .out = kv_c, .eps = rms_norm_eps};
-  if (dims.q_lora_rank == 0) return rms_norm(ctx, kv_a);
   const TensorView q_a = p.fused_a.slice(1, 0, dims.q_lora_rank);
-  const RmsNormParams norms[] = {
-      {.x = q_a, .weight = q_a_layernorm, .out = q_a, .eps = rms_norm_eps}, kv_a};
-  const std::int64_t tokens = q_a.shape[0];
-  const std::int64_t parts = std::min<std::int64_t>(tokens, ctx.pool->num_threads());
+  const TensorView kv_c = latent_rows(p).slice(1, 0, dims.kv_lora_rank);
+  const RmsNormParams q{.x = q_a, .weight = q_a_layernorm, .out = q_a, .eps = rms_norm_eps};
+  const RmsNormParams kv{.x = kv_c, .weight = kv_a_layernorm, .out = kv_c, .eps = rms_norm_eps};
+  const std::int64_t tokens = kv_c.shape[0], threads = ctx.pool->num_threads();
+  // Some microseconds: what waking another thread costs.
+  constexpr std::int64_t kMinElements = 16 * 1024;
+  const bool side_by_side = threads > 1 && dims.q_lora_rank > 0 &&
+                            tokens * (dims.q_lora_rank + dims.kv_lora_rank) >= kMinElements;
+  if (!side_by_side) {
+    if (dims.q_lora_rank > 0) rms_norm(ctx, q);
+    return rms_norm(ctx, kv);
+  }
+  const std::int64_t parts = std::min(tokens, threads);
   ctx.pool->run(2 * parts, [&](std::int64_t task) {
     SerialPool serial;
     OpContext alone = ctx;
     alone.pool = &serial;
-    RmsNormParams part = norms[task % 2];
+    RmsNormParams part = task % 2 == 0 ? q : kv;
     const std::int64_t i = task / 2;
     part.x = part.out = part.x.slice(0, tokens * i / parts, tokens * (i + 1) / parts);
     rms_norm(alone, part);

@@ -8,6 +8,9 @@
 
 namespace fovea {
 
+/// What any product of two dims of one layer stays below in 64 bits, with room for a third.
+inline constexpr std::int64_t kMaxDim = std::int64_t{1} << 20;
+
 /// All elements of a view [T, ..., D] with unit innermost stride become zero.
 void fill_zero(const TensorView& view);
 

@@ -45,6 +45,10 @@ struct GqaExtend {
   std::size_t sequence;
   std::int32_t tokens;
   std::vector<std::uint64_t> tree = {};
+  /// Of token `i` behind a context of `context`.
+  std::int64_t position(std::int32_t context, std::int32_t i) const {
+    return context + (tree.empty() ? i : std::popcount(tree[static_cast<std::size_t>(i)]) - 1);
+  }
 };
 
 class GqaWorld {
@@ -118,7 +122,7 @@ class GqaWorld {
         ids[static_cast<std::size_t>(row)] = id_of(extend.sequence, begin + i);
         for (std::int64_t axis = 0; axis < s.positions.view().shape[0]; ++axis) {
           *s.positions.ptr<std::int32_t>({axis, row}) =
-              static_cast<std::int32_t>(axis_position(axis, position_of(extend, i)));
+              static_cast<std::int32_t>(axis_position(axis, extend.position(begin, i)));
         }
       }
       append_table_row(s.table, extend);
@@ -248,7 +252,7 @@ class GqaWorld {
       cache_ = {.k = make_cache(dims_.k_size()), .v = make_cache(dims_.v_size())};
     }
   }
-  /// Blocks that no query of the step sees have garbage ids, those before the window too.
+  /// Blocks that no query sees have garbage ids, those before the window too.
   void append_table_row(std::vector<std::int32_t>& table, const GqaExtend& extend) const {
     const std::int32_t begin = done_[extend.sequence], total = begin + extend.tokens;
     std::int64_t first = 0;
@@ -271,11 +275,6 @@ class GqaWorld {
     return std::span(hidden_[sequence])
         .subspan(static_cast<std::size_t>(begin * dims_.hidden_size),
                  static_cast<std::size_t>((end - begin) * dims_.hidden_size));
-  }
-  /// Of token `i` of the step.
-  std::int64_t position_of(const GqaExtend& extend, std::int32_t i) const {
-    if (extend.tree.empty()) return done_[extend.sequence] + i;
-    return done_[extend.sequence] + std::popcount(extend.tree[static_cast<std::size_t>(i)]) - 1;
   }
   static std::int64_t axis_position(std::int64_t axis, std::int64_t position) {
     return axis == 0 ? position : axis == 1 ? position * 7 % 50 : position / 3;
@@ -334,10 +333,7 @@ class GqaWorld {
       const TensorView key = stored_row(cache_.k, slot_of(i, t));
       const TensorView value = stored_row(cache_.v, slot_of(i, t));
       if (t >= begin) {
-        const std::int64_t position =
-            extend.tree.empty()
-                ? t
-                : begin + std::popcount(extend.tree[static_cast<std::size_t>(t - begin)]) - 1;
+        const std::int64_t position = extend.position(begin, t - begin);
         const std::vector<double> row = expected_row(i, t, position);
         const auto split = static_cast<std::size_t>(dims_.k_size());
         const RowTolerance tolerance{relative_limit(options_.dtype), 0};
