@@ -71,7 +71,9 @@ ContextChunk make_chunk(const ContextPlanInput& input, Spans spans, std::size_t 
   chunk.requests = {spans.front().request, spans.back().request + 1};
   chunk.tokens = {offsets.front(), offsets.back()};
   chunk.continuation_token_end = offsets[1];
-  chunk.is_continuation = spans.front().start > context_begin(input, first);
+  chunk.is_continuation = input.kind == ContextPlanKind::equal
+                              ? index > 0
+                              : spans.front().start > context_begin(input, first);
   chunk.merge_end = find_merge_end(chunk, input.kind);
   chunk.starts.reserve(spans.size());
   chunk.seq_lens.reserve(spans.size());

@@ -115,26 +115,31 @@ class Packer {
   std::int64_t start_ = 0;  ///< Where the rest of `request_`'s context starts.
 };
 
+/// Piece i of every context is what its visible part has in [i * share, (i + 1) * share).
 std::vector<std::vector<ContextSpan>> share_equally(const ContextPlanInput& input,
                                                     std::int64_t alignment) {
   const std::vector<std::int32_t>& lens = input.context_lens;
-  const auto with_context =
-      std::count_if(lens.begin(), lens.end(), [](std::int32_t len) { return len > 0; });
-  const std::int64_t share = round_down(input.workspace_rows / with_context, alignment);
+  std::int64_t sharing = 0, first = std::numeric_limits<std::int64_t>::max(), last = 0;
+  for (std::size_t i = 0; i < lens.size(); ++i) {
+    if (!sees_context(input, i)) continue;
+    ++sharing;
+    first = std::min(first, context_begin(input, i));
+    last = std::max<std::int64_t>(last, lens[i]);
+  }
+  const std::int64_t share = round_down(input.workspace_rows / sharing, alignment);
   FOVEA_CHECK(share > 0, invalid_argument,
               "workspace_rows is {}, must be at least {}: {} rows of alignment for each of {} "
               "prefills with context",
-              input.workspace_rows, with_context * alignment, alignment, with_context);
-  const std::int64_t longest = *std::max_element(lens.begin(), lens.end());
+              input.workspace_rows, sharing * alignment, alignment, sharing);
   std::vector<std::vector<ContextSpan>> chunks;
-  chunks.reserve(static_cast<std::size_t>((longest + share - 1) / share));
-  for (std::int64_t start = 0; start < longest; start += share) {
+  for (std::int64_t start = round_down(first, share); start < last; start += share) {
     std::vector<ContextSpan>& spans = chunks.emplace_back();
     spans.reserve(lens.size());
     for (std::size_t i = 0; i < lens.size(); ++i) {
-      const std::int64_t seq_len = std::clamp<std::int64_t>(lens[i] - start, 0, share);
-      spans.push_back({static_cast<std::int32_t>(i), static_cast<std::int32_t>(start),
-                       static_cast<std::int32_t>(seq_len)});
+      const std::int64_t begin = std::clamp(context_begin(input, i), start, start + share);
+      const std::int64_t end = std::clamp<std::int64_t>(lens[i], begin, start + share);
+      spans.push_back({static_cast<std::int32_t>(i), static_cast<std::int32_t>(begin),
+                       static_cast<std::int32_t>(end - begin)});
     }
   }
   return chunks;

@@ -31,11 +31,9 @@ inline std::int64_t split_alignment(const ContextPlanInput& input) {
   return std::lcm(alignment, std::int64_t{input.parallel->ranks} * input.parallel->interleave);
 }
 
-/// Where the packed plan starts to gather a request's context: at the split before the first key
-/// that its first query sees; at the context's length when it sees none. The equal plan gathers
-/// all.
+/// Where the gathering of a request's context starts: at the split before the first key that its
+/// first query sees; at the context's length when it sees none.
 inline std::int64_t context_begin(const ContextPlanInput& input, std::size_t request) {
-  if (input.kind != ContextPlanKind::packed) return 0;
   const std::int64_t context_len = input.context_lens[request];
   const std::int64_t first = first_visible_position(input.variant, context_len);
   if (first <= 0) return 0;
