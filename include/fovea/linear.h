@@ -26,6 +26,28 @@ struct LoraWeights {
   float scale = 1.f;
 };
 
+/// Which weights share a scale: blocks of `out` rows times `in` columns of W [out_features,
+/// in_features]; 0 is the whole extent. {0, 0} per tensor, {1, 0} per output channel, {128, 128}
+/// the blocks of DeepSeek-V3. Blocks at the end may be smaller.
+struct WeightGroups {
+  std::int64_t out = 0;
+  std::int64_t in = 0;
+  bool operator==(const WeightGroups&) const = default;
+};
+
+/// A weight as checkpoints store it: value = code * scale of its group. What they call
+/// weight_scale_inv (DeepSeek-V3) and weight_scale (compressed-tensors) is `scale` here.
+struct QuantizedWeight {
+  TensorView codes;  ///< [out_features, in_features] f8e4m3fn, unit innermost stride.
+  TensorView scale;  ///< [ceil(out_features / out), ceil(in_features / in)] f32, bf16 or f16.
+  WeightGroups groups;
+};
+
+/// Throws Error(invalid_argument) that names what does not fit.
+void check_quantized_weight(const QuantizedWeight& weight);
+/// The float32 products of codes and scales, rounded once to `dtype`.
+Tensor dequantize_weight(const QuantizedWeight& weight, DType dtype);
+
 /// y = x W^T + bias with W [out_features, in_features]. Immutable but for `reload`; shared freely.
 class Linear {
  public:
@@ -35,6 +57,10 @@ class Linear {
   /// backend was not built in.
   Linear(const TensorView& weight, const TensorView& bias,
          LinearBackend backend = LinearBackend::automatic);
+  /// Keeps one byte per weight and decodes on the way into the product; x, out and `bias`
+  /// (optional) are of `dtype`. A row of the identity as x gives the row of dequantize_weight, bit
+  /// for bit.
+  Linear(const QuantizedWeight& weight, const TensorView& bias, DType dtype);
   ~Linear();
   Linear(Linear&&) noexcept;
   Linear& operator=(Linear&&) noexcept;
@@ -44,7 +70,7 @@ class Linear {
   std::int64_t out_features() const;
   DType dtype() const;
   std::int64_t weight_bytes() const;      ///< As packed.
-  std::string_view backend_name() const;  ///< "onednn/bf16", "onednn/f32", "plain", ...
+  std::string_view backend_name() const;  ///< "onednn/bf16", "onednn/f32", "plain", "plain/fp8"
 
   /// x [T, in], out [T, out], both of dtype(), unit innermost stride, any row stride; no overlap.
   /// Sums are f32; a result is rounded once, to nearest even.
@@ -53,6 +79,8 @@ class Linear {
   std::int64_t workspace_bytes(std::int64_t tokens) const;
   /// New values in the same storage, so that whoever holds a pointer sees them. Same shapes.
   void reload(const TensorView& weight, const TensorView& bias);
+  /// The same for a quantised weight with the same groups.
+  void reload(const QuantizedWeight& weight, const TensorView& bias);
 
  private:
   struct Impl;

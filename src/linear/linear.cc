@@ -23,7 +23,7 @@ LinearBackend resolve(LinearBackend asked) {
   return LinearBackend::automatic;
 }
 
-std::unique_ptr<Product> make_product(LinearBackend asked, const ProductShape& shape) {
+std::unique_ptr<DenseProduct> make_product(LinearBackend asked, const ProductShape& shape) {
   const LinearBackend backend = resolve(asked);
   if (backend == LinearBackend::plain) return make_plain_product(shape);
   if (backend == LinearBackend::automatic) {
@@ -70,7 +70,13 @@ void check_tokens(const TensorView& x, const TensorView& out) {
 // ---------------------------------------------------------------- Linear
 
 struct Linear::Impl {
-  std::unique_ptr<Product> product;
+  std::unique_ptr<DenseProduct> dense;
+  std::unique_ptr<QuantizedProduct> quantized;  ///< One of the two is there.
+  WeightGroups groups;
+
+  const Product& product() const {
+    return dense ? static_cast<const Product&>(*dense) : static_cast<const Product&>(*quantized);
+  }
 };
 
 namespace {
@@ -86,6 +92,15 @@ void check_weight(const TensorView& weight, const TensorView& bias) {
       name_of(weight.dtype), weight.shape[0], to_string(weight));
 }
 
+void check_bias(const QuantizedWeight& weight, const TensorView& bias, DType dtype) {
+  FOVEA_CHECK(is_compute_dtype(dtype), invalid_argument,
+              "dtype is {}, but must be f32, f16 or bf16", name_of(dtype));
+  FOVEA_CHECK(
+      !bias || (bias.ndim == 1 && bias.shape[0] == weight.codes.shape[0] && bias.dtype == dtype),
+      invalid_argument, "bias is {}, but must be {}[{}]", to_string(bias), name_of(dtype),
+      weight.codes.shape[0]);
+}
+
 /// weight [out, in] as [1, in, out].
 TensorView as_product_weight(const TensorView& weight) {
   return weight.split(0, 1, weight.shape[0]).transpose(1, 2);
@@ -96,11 +111,24 @@ TensorView as_product_weight(const TensorView& weight) {
 Linear::Linear(const TensorView& weight, const TensorView& bias, LinearBackend backend) {
   check_weight(weight, bias);
   impl_ = std::make_unique<Impl>();
-  impl_->product = make_product(backend, {.depth = weight.shape[1],
-                                          .columns = weight.shape[0],
-                                          .dtype = weight.dtype,
-                                          .has_bias = static_cast<bool>(bias)});
-  impl_->product->load(as_product_weight(weight), bias);
+  impl_->dense = make_product(backend, {.depth = weight.shape[1],
+                                        .columns = weight.shape[0],
+                                        .dtype = weight.dtype,
+                                        .has_bias = static_cast<bool>(bias)});
+  impl_->dense->load(as_product_weight(weight), bias);
+}
+
+Linear::Linear(const QuantizedWeight& weight, const TensorView& bias, DType dtype) {
+  check_quantized_weight(weight);
+  check_bias(weight, bias, dtype);
+  impl_ = std::make_unique<Impl>();
+  impl_->groups = weight.groups;
+  impl_->quantized = make_quantized_product({.depth = weight.codes.shape[1],
+                                             .columns = weight.codes.shape[0],
+                                             .dtype = dtype,
+                                             .has_bias = static_cast<bool>(bias)},
+                                            weight.groups);
+  impl_->quantized->load(weight, bias);
 }
 
 Linear::Linear() = default;
@@ -108,11 +136,11 @@ Linear::~Linear() = default;
 Linear::Linear(Linear&&) noexcept = default;
 Linear& Linear::operator=(Linear&&) noexcept = default;
 
-std::int64_t Linear::in_features() const { return impl_->product->shape().depth; }
-std::int64_t Linear::out_features() const { return impl_->product->shape().columns; }
-DType Linear::dtype() const { return impl_->product->shape().dtype; }
-std::int64_t Linear::weight_bytes() const { return impl_->product->weight_bytes(); }
-std::string_view Linear::backend_name() const { return impl_->product->name(); }
+std::int64_t Linear::in_features() const { return impl_->product().shape().depth; }
+std::int64_t Linear::out_features() const { return impl_->product().shape().columns; }
+DType Linear::dtype() const { return impl_->product().shape().dtype; }
+std::int64_t Linear::weight_bytes() const { return impl_->product().weight_bytes(); }
+std::string_view Linear::backend_name() const { return impl_->product().name(); }
 
 void Linear::operator()(const ExecutionContext& ctx, const TensorView& x,
                         const TensorView& out) const {
@@ -120,29 +148,48 @@ void Linear::operator()(const ExecutionContext& ctx, const TensorView& x,
   check_operand("out", out, dtype(), {out_features()});
   check_tokens(x, out);
   if (x.shape[0] == 0) return;
-  impl_->product->run(ctx, x.split(1, 1, in_features()), out.split(1, 1, out_features()));
+  impl_->product().run(ctx, x.split(1, 1, in_features()), out.split(1, 1, out_features()));
 }
 
 std::int64_t Linear::workspace_bytes(std::int64_t tokens) const {
-  return impl_->product->workspace_bytes(tokens);
+  return impl_->product().workspace_bytes(tokens);
 }
 
 void Linear::reload(const TensorView& weight, const TensorView& bias) {
+  FOVEA_CHECK(impl_->dense != nullptr, invalid_argument,
+              "reload with weight {}, but was made with a quantised one", to_string(weight));
   check_weight(weight, bias);
-  const ProductShape& shape = impl_->product->shape();
+  const ProductShape& shape = impl_->product().shape();
   FOVEA_CHECK(weight.dtype == shape.dtype && weight.shape[0] == shape.columns &&
                   weight.shape[1] == shape.depth && static_cast<bool>(bias) == shape.has_bias,
               invalid_argument,
               "reload with weight {} {} bias, but was made with {}[{}, {}] {} bias",
               to_string(weight), bias ? "and a" : "without", name_of(shape.dtype), shape.columns,
               shape.depth, shape.has_bias ? "and a" : "without");
-  impl_->product->load(as_product_weight(weight), bias);
+  impl_->dense->load(as_product_weight(weight), bias);
+}
+
+void Linear::reload(const QuantizedWeight& weight, const TensorView& bias) {
+  FOVEA_CHECK(impl_->quantized != nullptr, invalid_argument,
+              "reload with a quantised weight, but was made with one of {}", name_of(dtype()));
+  check_quantized_weight(weight);
+  check_bias(weight, bias, dtype());
+  const ProductShape& shape = impl_->product().shape();
+  FOVEA_CHECK(weight.codes.shape[0] == shape.columns && weight.codes.shape[1] == shape.depth &&
+                  weight.groups == impl_->groups && static_cast<bool>(bias) == shape.has_bias,
+              invalid_argument,
+              "reload with codes {} in groups of [{}, {}] {} bias, but was made with [{}, {}] in "
+              "groups of [{}, {}] {} bias",
+              to_string(weight.codes), weight.groups.out, weight.groups.in,
+              bias ? "and a" : "without", shape.columns, shape.depth, impl_->groups.out,
+              impl_->groups.in, shape.has_bias ? "and a" : "without");
+  impl_->quantized->load(weight, bias);
 }
 
 // ---------------------------------------------------------------- BatchedLinear
 
 struct BatchedLinear::Impl {
-  std::unique_ptr<Product> product;
+  std::unique_ptr<DenseProduct> product;
 };
 
 namespace {

@@ -132,7 +132,7 @@ void copy_rows(const ExecutionContext& ctx, const TensorView& from, const Tensor
                 [&](std::int64_t row) { copy(from.select(0, row), to.select(0, row)); });
 }
 
-class OneDnnProduct final : public Product {
+class OneDnnProduct final : public DenseProduct {
  public:
   explicit OneDnnProduct(const ProductShape& shape);
 
@@ -203,7 +203,7 @@ std::optional<dnnl::matmul::primitive_desc> OneDnnProduct::describe_packing(DTyp
 }
 
 OneDnnProduct::OneDnnProduct(const ProductShape& shape)
-    : Product(shape), compute_dtype_(shape.dtype) {
+    : DenseProduct(shape), compute_dtype_(shape.dtype) {
   auto descriptor = describe_packing(compute_dtype_);
   if (compute_dtype_ != DType::f32 && (!descriptor || is_reference(*descriptor))) {
     compute_dtype_ = DType::f32;
@@ -321,11 +321,11 @@ void OneDnnProduct::multiply_block(const ExecutionContext& ctx, const TensorView
 
 }  // namespace
 
-std::unique_ptr<Product> make_onednn_product(const ProductShape& shape) {
+std::unique_ptr<DenseProduct> make_onednn_product(const ProductShape& shape) {
   return std::make_unique<OneDnnProduct>(shape);
 }
 
-std::unique_ptr<Product> make_onednn_product_where_fastest(const ProductShape& shape) {
+std::unique_ptr<DenseProduct> make_onednn_product_where_fastest(const ProductShape& shape) {
   auto product = std::make_unique<OneDnnProduct>(shape);
   if (!product->is_fastest()) return nullptr;
   return product;

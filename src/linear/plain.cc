@@ -12,10 +12,10 @@ constexpr std::int64_t kMinTaskWork = 32 * 1024;
 /// Rows of x of one task: with a depth of 1024 they are half of a usual second-level cache.
 constexpr std::int64_t kTaskRows = 96;
 
-class PlainProduct final : public Product {
+class PlainProduct final : public DenseProduct {
  public:
   PlainProduct(const ProductShape& shape, const PlainKernels& kernels)
-      : Product(shape),
+      : DenseProduct(shape),
         kernels_(kernels),
         num_panels_((shape.columns + kPanelColumns - 1) / kPanelColumns),
         packed_(
@@ -171,12 +171,12 @@ const PlainKernels& plain_kernels() {
   return best;
 }
 
-std::unique_ptr<Product> make_plain_product(const ProductShape& shape) {
+std::unique_ptr<DenseProduct> make_plain_product(const ProductShape& shape) {
   return make_plain_product(shape, plain_kernels());
 }
 
-std::unique_ptr<Product> make_plain_product(const ProductShape& shape,
-                                            const PlainKernels& kernels) {
+std::unique_ptr<DenseProduct> make_plain_product(const ProductShape& shape,
+                                                 const PlainKernels& kernels) {
   return std::make_unique<PlainProduct>(shape, kernels);
 }
 

@@ -193,6 +193,116 @@ void multiply_panels(const PanelProduct& p) {
   }
 }
 
+using Bytes = std::uint8_t __attribute__((vector_size(8)));
+
+/// Eight f8e4m3fn as floats: f16 bits with the same exponent field, 2^-8 of the value, times 2^8.
+FOVEA_INLINE void decode_e4m3(const std::uint8_t* from, Floats& to) {
+  Bytes bytes;
+  load(from, bytes);
+  const Halves codes = __builtin_convertvector(bytes, Halves);
+  const Halves magnitude = (codes & 0x7f) << 7;
+  const Halves is_nan = reinterpret_cast<Halves>(magnitude == 0x7f << 7);
+  const Halves halves = magnitude | (codes & 0x80) << 8 | (is_nan & 0x7e00);
+  widen_halves(halves, to);
+  to *= 256.f;
+}
+
+/// Depth that is decoded at a time: a piece of a panel (256 x 16 floats) is half of L1.
+constexpr std::int64_t kCodeDepth = 256;
+
+/// kRows rows by a decoded piece of a panel; `sums` [rows][kPanelColumns] are continued.
+template <int kRows>
+FOVEA_INLINE void continue_tile(const CodeProduct& p, const float* piece, std::int64_t begin,
+                                std::int64_t end, std::int64_t first_row, float* sums) {
+  Floats sum[kRows][2];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    load(sums + (first_row + r) * kPanelColumns, sum[r][0]);
+    load(sums + (first_row + r) * kPanelColumns + kLanes, sum[r][1]);
+  }
+  const float* x = p.x + first_row * p.x_stride;
+  for (std::int64_t d = begin; d < end; ++d) {
+    Floats low, high;
+    load_panel_row(piece + (d - begin) * kPanelColumns, low, high, F32{});
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const float value = x[r * p.x_stride + d];
+      const Floats broadcast = {value, value, value, value, value, value, value, value};
+      multiply_add(broadcast, low, sum[r][0]);
+      multiply_add(broadcast, high, sum[r][1]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    __builtin_memcpy(sums + (first_row + r) * kPanelColumns, &sum[r][0], sizeof(Floats));
+    __builtin_memcpy(sums + (first_row + r) * kPanelColumns + kLanes, &sum[r][1], sizeof(Floats));
+  }
+}
+
+/// Depths [begin, end) of a panel, within one group.
+FOVEA_INLINE void decode_piece(const std::uint8_t* codes, const float* scales, std::int64_t begin,
+                               std::int64_t end, float* piece) {
+  Floats low, high;
+  load(scales, low);
+  load(scales + kLanes, high);
+  for (std::int64_t d = begin; d < end; ++d, piece += kPanelColumns) {
+    Floats values[2];
+    decode_e4m3(codes + d * kPanelColumns, values[0]);
+    decode_e4m3(codes + d * kPanelColumns + kLanes, values[1]);
+    values[0] *= low;
+    values[1] *= high;
+    __builtin_memcpy(piece, values, sizeof values);
+  }
+}
+
+/// Adds the bias and rounds, once.
+template <class T>
+FOVEA_INLINE void write_sums(const CodeProduct& p, const float* sums, std::int64_t first_column) {
+  const std::int64_t columns =
+      p.columns - first_column < kPanelColumns ? p.columns - first_column : kPanelColumns;
+  Floats bias[2] = {};
+  if (p.bias != nullptr) {
+    __builtin_memcpy(bias, p.bias + first_column,
+                     static_cast<std::size_t>(columns) * sizeof(float));
+  }
+  for (std::int64_t r = 0; r < p.rows; ++r) {
+    Floats sum[2];
+    __builtin_memcpy(sum, sums + r * kPanelColumns, sizeof sum);
+    typename T::Storage row[kPanelColumns];
+    narrow(sum[0] + bias[0], row, T{});
+    narrow(sum[1] + bias[1], row + kLanes, T{});
+    auto* out = static_cast<typename T::Storage*>(p.out) + r * p.out_stride + first_column;
+    __builtin_memcpy(out, row, static_cast<std::size_t>(columns) * sizeof row[0]);
+  }
+}
+
+template <class T>
+void multiply_codes(const CodeProduct& p) {
+  const std::int64_t groups = (p.depth + p.group_depth - 1) / p.group_depth;
+  const std::uint8_t* codes = p.codes;
+  const float* scales = p.scales;
+  for (std::int64_t column = 0; column < p.columns; column += kPanelColumns,
+                    codes += p.depth * kPanelColumns, scales += groups * kPanelColumns) {
+    alignas(32) float sums[kCodeRows * kPanelColumns] = {};
+    for (std::int64_t begin = 0; begin < p.depth;) {
+      const std::int64_t group = begin / p.group_depth;
+      const std::int64_t group_end = (group + 1) * p.group_depth;
+      std::int64_t end = begin + kCodeDepth < p.depth ? begin + kCodeDepth : p.depth;
+      if (group_end < end) end = group_end;
+      alignas(32) float piece[kCodeDepth * kPanelColumns];
+      decode_piece(codes, scales + group * kPanelColumns, begin, end, piece);
+      std::int64_t row = 0;
+      for (; row + kTileRows <= p.rows; row += kTileRows) {
+        continue_tile<kTileRows>(p, piece, begin, end, row, sums);
+      }
+      for (; row + 2 <= p.rows; row += 2) continue_tile<2>(p, piece, begin, end, row, sums);
+      if (row < p.rows) continue_tile<1>(p, piece, begin, end, row, sums);
+      begin = end;
+    }
+    write_sums<T>(p, sums, column);
+  }
+}
+
 void widen_f16(const void* from, float* to, std::int64_t count) {
   const auto* source = static_cast<const std::uint16_t*>(from);
   for (std::int64_t i = 0; i < count; i += kLanes) {
@@ -243,6 +353,9 @@ constexpr PlainKernels kernels_named(const char* isa) {
           .multiply_f32 = multiply_panels<F32>,
           .multiply_f16 = multiply_panels<F16>,
           .multiply_bf16 = multiply_panels<BF16>,
+          .multiply_codes_f32 = multiply_codes<F32>,
+          .multiply_codes_f16 = multiply_codes<F16>,
+          .multiply_codes_bf16 = multiply_codes<BF16>,
           .widen_f16 = widen_f16,
           .widen_bf16 = widen_bf16,
           .add_f32 = add_floats<F32, Floats>,

@@ -24,11 +24,35 @@ struct PanelProduct {
   std::int64_t out_stride = 0;
 };
 
+/// Rows of a CodeProduct at most: their sums over a panel stay in L1.
+inline constexpr std::int64_t kCodeRows = 64;
+
+/// The same with codes of f8e4m3fn: [depth, kPanelColumns] per panel, decoded a piece of the depth
+/// at a time and used for all rows.
+struct CodeProduct {
+  const float* x = nullptr;  ///< [rows, depth], at most kCodeRows.
+  std::int64_t x_stride = 0;
+  std::int64_t rows = 0;
+  std::int64_t depth = 0;
+  const std::uint8_t* codes = nullptr;
+  /// [panels][groups of the depth][kPanelColumns] scale of each column.
+  const float* scales = nullptr;
+  std::int64_t group_depth = 0;  ///< Depth of a group.
+  std::int64_t columns = 0;      ///< The last panel may have fewer than kPanelColumns.
+  const float* bias = nullptr;   ///< [columns], null: none.
+  void* out = nullptr;           ///< [rows, columns]
+  std::int64_t out_stride = 0;
+};
+
 struct PlainKernels {
   const char* isa;
   void (*multiply_f32)(const PanelProduct&);
   void (*multiply_f16)(const PanelProduct&);
   void (*multiply_bf16)(const PanelProduct&);
+  /// By dtype of `out`.
+  void (*multiply_codes_f32)(const CodeProduct&);
+  void (*multiply_codes_f16)(const CodeProduct&);
+  void (*multiply_codes_bf16)(const CodeProduct&);
   void (*widen_f16)(const void* from, float* to, std::int64_t count);
   void (*widen_bf16)(const void* from, float* to, std::int64_t count);
   /// to[i] += from[i], rounded to the dtype once.

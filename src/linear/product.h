@@ -5,6 +5,7 @@
 #include <memory>
 #include <string_view>
 
+#include "fovea/linear.h"
 #include "fovea/tensor.h"
 #include "fovea/workspace.h"
 
@@ -28,14 +29,29 @@ class Product {
   virtual std::string_view name() const = 0;
   virtual std::int64_t weight_bytes() const = 0;
   virtual std::int64_t workspace_bytes(std::int64_t tokens) const = 0;
-  /// Packs weight [N, K, M] of any strides and bias [M] into the storage made at construction.
-  virtual void load(const TensorView& weight, const TensorView& bias) = 0;
   /// x [T, N, K] and out [T, N, M], checked, T > 0, with unit innermost strides.
   virtual void run(const ExecutionContext& ctx, const TensorView& x,
                    const TensorView& out) const = 0;
 
  private:
   ProductShape shape_;
+};
+
+/// With weights of a compute dtype.
+class DenseProduct : public Product {
+ public:
+  using Product::Product;
+  /// Packs weight [N, K, M] of any strides and bias [M] into the storage made at construction.
+  virtual void load(const TensorView& weight, const TensorView& bias) = 0;
+};
+
+/// With one FP8 code per weight and float32 scales of groups, N = 1; `shape.dtype` is that of x and
+/// out. Weights are decoded on the way into the product, exactly.
+class QuantizedProduct : public Product {
+ public:
+  using Product::Product;
+  /// Codes [M, K] and their scales, checked, and bias [M], into the storage made at construction.
+  virtual void load(const QuantizedWeight& weight, const TensorView& bias) = 0;
 };
 
 /// Rows of one pass when a pass needs `bytes_per_row` of scratch: few enough that the scratch stays
@@ -48,12 +64,19 @@ constexpr std::int64_t scratch_rows(std::int64_t bytes_per_row, std::int64_t tok
 }
 
 struct PlainKernels;
-std::unique_ptr<Product> make_plain_product(const ProductShape& shape);
-std::unique_ptr<Product> make_plain_product(const ProductShape& shape, const PlainKernels& kernels);
+std::unique_ptr<DenseProduct> make_plain_product(const ProductShape& shape);
+std::unique_ptr<DenseProduct> make_plain_product(const ProductShape& shape,
+                                                 const PlainKernels& kernels);
+
+std::unique_ptr<QuantizedProduct> make_quantized_product(const ProductShape& shape,
+                                                         const WeightGroups& groups);
+std::unique_ptr<QuantizedProduct> make_quantized_product(const ProductShape& shape,
+                                                         const WeightGroups& groups,
+                                                         const PlainKernels& kernels);
 
 /// Null when oneDNN was not built in.
-std::unique_ptr<Product> make_onednn_product(const ProductShape& shape);
+std::unique_ptr<DenseProduct> make_onednn_product(const ProductShape& shape);
 /// Null too where the plain product is faster.
-std::unique_ptr<Product> make_onednn_product_where_fastest(const ProductShape& shape);
+std::unique_ptr<DenseProduct> make_onednn_product_where_fastest(const ProductShape& shape);
 
 }  // namespace fovea

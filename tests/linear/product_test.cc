@@ -21,7 +21,7 @@ using test::PaddedTensor;
 
 enum class Maker { plain_scalar, plain_best, onednn };
 
-std::unique_ptr<Product> make(Maker maker, const ProductShape& shape) {
+std::unique_ptr<DenseProduct> make(Maker maker, const ProductShape& shape) {
   switch (maker) {
     case Maker::plain_scalar:
       return make_plain_product(shape, kPlainKernelsScalar);

@@ -1,0 +1,214 @@
+// Products with weights that stay in FP8.
+#include <algorithm>
+#include <cstring>
+
+#include "core/check.h"
+#include "core/float_bits.h"
+#include "fovea/linear.h"
+#include "linear/plain_kernels.h"
+#include "linear/product.h"
+
+namespace fovea {
+namespace {
+
+/// The extent that 0 stands for, filled in.
+std::int64_t filled(std::int64_t group, std::int64_t extent) { return group > 0 ? group : extent; }
+
+std::int64_t num_groups(std::int64_t extent, std::int64_t group) {
+  return (extent + filled(group, extent) - 1) / filled(group, extent);
+}
+
+float scale_at(const TensorView& scale, std::int64_t i, std::int64_t j) {
+  switch (scale.dtype) {
+    case DType::f16:
+      return to_float(*scale.ptr<Float16>({i, j}));
+    case DType::bf16:
+      return to_float(*scale.ptr<BFloat16>({i, j}));
+    default:
+      return *scale.ptr<float>({i, j});
+  }
+}
+
+class PlainQuantizedProduct final : public QuantizedProduct {
+ public:
+  PlainQuantizedProduct(const ProductShape& shape, const WeightGroups& groups,
+                        const PlainKernels& kernels)
+      : QuantizedProduct(shape),
+        kernels_(kernels),
+        group_depth_(filled(groups.in, shape.depth)),
+        num_panels_((shape.columns + kPanelColumns - 1) / kPanelColumns),
+        depth_groups_(num_groups(shape.depth, groups.in)),
+        codes_(Tensor::empty(DType::u8, {num_panels_, shape.depth, kPanelColumns})),
+        scales_(Tensor::empty(DType::f32, {num_panels_, depth_groups_, kPanelColumns})) {
+    if (shape.has_bias) bias_ = Tensor::empty(DType::f32, {shape.columns});
+  }
+
+  std::string_view name() const override { return "plain/fp8"; }
+  std::int64_t weight_bytes() const override { return codes_.nbytes() + scales_.nbytes(); }
+  std::int64_t workspace_bytes(std::int64_t tokens) const override {
+    if (shape().dtype == DType::f32 || tokens == 0) return 0;
+    return Workspace::rounded(scratch_rows(row_bytes(), tokens) * row_bytes());
+  }
+  void load(const QuantizedWeight& weight, const TensorView& bias) override;
+  void run(const ExecutionContext& ctx, const TensorView& x, const TensorView& out) const override;
+
+ private:
+  /// A row of x, widened.
+  std::int64_t row_bytes() const { return shape().depth * std::int64_t{sizeof(float)}; }
+  void multiply(const ExecutionContext& ctx, const TensorView& x, const TensorView& out) const;
+  void multiply(const CodeProduct& product) const;
+
+  const PlainKernels& kernels_;
+  std::int64_t group_depth_;
+  std::int64_t num_panels_;
+  std::int64_t depth_groups_;
+  Tensor codes_;   ///< u8 [panels, K, kPanelColumns]
+  Tensor scales_;  ///< f32 [panels, groups of K, kPanelColumns]
+  Tensor bias_;    ///< f32 [M]
+};
+
+void PlainQuantizedProduct::load(const QuantizedWeight& weight, const TensorView& bias) {
+  const ProductShape& s = shape();
+  const std::int64_t group_out = filled(weight.groups.out, s.columns);
+  std::memset(codes_.view().data, 0, static_cast<std::size_t>(codes_.nbytes()));
+  std::memset(scales_.view().data, 0, static_cast<std::size_t>(scales_.nbytes()));
+  for (std::int64_t m = 0; m < s.columns; ++m) {
+    const std::int64_t panel = m / kPanelColumns, column = m % kPanelColumns;
+    const auto* row = weight.codes.ptr<std::uint8_t>({m, 0});
+    auto* to = codes_.ptr<std::uint8_t>({panel, 0, column});
+    for (std::int64_t k = 0; k < s.depth; ++k) to[k * kPanelColumns] = row[k];
+    for (std::int64_t g = 0; g < depth_groups_; ++g) {
+      *scales_.ptr<float>({panel, g, column}) = scale_at(weight.scale, m / group_out, g);
+    }
+  }
+  if (s.has_bias) copy(bias, bias_);
+}
+
+void PlainQuantizedProduct::run(const ExecutionContext& ctx, const TensorView& x,
+                                const TensorView& out) const {
+  const TensorView rows = x.select(1, 0), results = out.select(1, 0);  // N = 1.
+  if (shape().dtype == DType::f32) return multiply(ctx, rows, results);
+  const std::int64_t tokens = rows.shape[0];
+  const std::int64_t step = scratch_rows(row_bytes(), tokens);
+  WorkspaceScope scope(*ctx.workspace);
+  const TensorView scratch = scope.take(DType::f32, {step, shape().depth});
+  const auto widen = shape().dtype == DType::f16 ? kernels_.widen_f16 : kernels_.widen_bf16;
+  for (std::int64_t begin = 0; begin < tokens; begin += step) {
+    const std::int64_t end = std::min(begin + step, tokens);
+    for (std::int64_t t = begin; t < end; ++t) {
+      widen(rows.ptr<std::uint16_t>({t, 0}), scratch.ptr<float>({t - begin, 0}), shape().depth);
+    }
+    multiply(ctx, scratch.slice(0, 0, end - begin), results.slice(0, begin, end));
+  }
+}
+
+void PlainQuantizedProduct::multiply(const ExecutionContext& ctx, const TensorView& x,
+                                     const TensorView& out) const {
+  const ProductShape& s = shape();
+  const std::int64_t tokens = x.shape[0];
+  const std::int64_t row_groups = (tokens + kCodeRows - 1) / kCodeRows;
+  // Columns are cut so that every thread gets several tasks, as threads rarely run evenly.
+  const std::int64_t wanted = std::max<std::int64_t>(1, 4 * ctx.pool->num_threads() / row_groups);
+  const std::int64_t column_groups = std::min(wanted, num_panels_);
+  const std::int64_t element_bytes = bytes_of(s.dtype, 1);
+  ctx.pool->run(row_groups * column_groups, [&](std::int64_t i) {
+    const std::int64_t group = i % column_groups;
+    const std::int64_t first_row = i / column_groups * kCodeRows;
+    const std::int64_t first_panel = group * num_panels_ / column_groups;
+    const std::int64_t last_panel = (group + 1) * num_panels_ / column_groups;
+    const std::int64_t first_column = first_panel * kPanelColumns;
+    multiply({.x = x.ptr<float>({first_row, 0}),
+              .x_stride = x.strides[0],
+              .rows = std::min(kCodeRows, tokens - first_row),
+              .depth = s.depth,
+              .codes = codes_.ptr<std::uint8_t>({first_panel, 0, 0}),
+              .scales = scales_.ptr<float>({first_panel, 0, 0}),
+              .group_depth = group_depth_,
+              .columns = std::min(last_panel * kPanelColumns, s.columns) - first_column,
+              .bias = bias_ ? bias_.ptr<float>() + first_column : nullptr,
+              .out = static_cast<std::byte*>(out.data) +
+                     (first_row * out.strides[0] + first_column) * element_bytes,
+              .out_stride = out.strides[0]});
+  });
+}
+
+void PlainQuantizedProduct::multiply(const CodeProduct& product) const {
+  switch (shape().dtype) {
+    case DType::f16:
+      return kernels_.multiply_codes_f16(product);
+    case DType::bf16:
+      return kernels_.multiply_codes_bf16(product);
+    default:
+      return kernels_.multiply_codes_f32(product);
+  }
+}
+
+template <class T>
+void dequantize_rows(const QuantizedWeight& weight, const TensorView& out) {
+  const std::int64_t rows = weight.codes.shape[0], columns = weight.codes.shape[1];
+  const std::int64_t group_out = filled(weight.groups.out, rows);
+  const std::int64_t group_in = filled(weight.groups.in, columns);
+  for (std::int64_t m = 0; m < rows; ++m) {
+    const auto* codes = weight.codes.ptr<Float8E4M3FN>({m, 0});
+    T* row = out.ptr<T>({m, 0});
+    for (std::int64_t k = 0; k < columns; ++k) {
+      row[k] = narrow<T>(widen(codes[k]) * scale_at(weight.scale, m / group_out, k / group_in));
+    }
+  }
+}
+
+}  // namespace
+
+void check_quantized_weight(const QuantizedWeight& weight) {
+  const TensorView& codes = weight.codes;
+  FOVEA_CHECK(codes && codes.ndim == 2 && codes.shape[0] > 0 && codes.shape[1] > 0 &&
+                  codes.dtype == DType::f8e4m3fn && (codes.strides[1] == 1 || codes.shape[1] == 1),
+              invalid_argument,
+              "codes is {}, but must be f8e4m3fn[out_features, in_features] with unit innermost "
+              "stride",
+              to_string(codes));
+  FOVEA_CHECK(weight.groups.out >= 0 && weight.groups.in >= 0, invalid_argument,
+              "groups are [{}, {}], but must not be negative", weight.groups.out, weight.groups.in);
+  const std::int64_t rows = num_groups(codes.shape[0], weight.groups.out);
+  const std::int64_t columns = num_groups(codes.shape[1], weight.groups.in);
+  FOVEA_CHECK(
+      weight.scale && weight.scale.ndim == 2 && weight.scale.shape[0] == rows &&
+          weight.scale.shape[1] == columns && is_compute_dtype(weight.scale.dtype),
+      invalid_argument,
+      "scale is {}, but must be f32, f16 or bf16 [{}, {}]: one for each group of [{}, {}] of "
+      "codes {}",
+      to_string(weight.scale), rows, columns, filled(weight.groups.out, codes.shape[0]),
+      filled(weight.groups.in, codes.shape[1]), to_string(codes));
+}
+
+Tensor dequantize_weight(const QuantizedWeight& weight, DType dtype) {
+  check_quantized_weight(weight);
+  FOVEA_CHECK(is_compute_dtype(dtype), invalid_argument,
+              "dtype is {}, but must be f32, f16 or bf16", name_of(dtype));
+  Tensor out = Tensor::empty(dtype, {weight.codes.shape[0], weight.codes.shape[1]});
+  switch (dtype) {
+    case DType::f16:
+      dequantize_rows<Float16>(weight, out);
+      break;
+    case DType::bf16:
+      dequantize_rows<BFloat16>(weight, out);
+      break;
+    default:
+      dequantize_rows<float>(weight, out);
+      break;
+  }
+  return out;
+}
+
+std::unique_ptr<QuantizedProduct> make_quantized_product(const ProductShape& shape,
+                                                         const WeightGroups& groups) {
+  return make_quantized_product(shape, groups, plain_kernels());
+}
+
+std::unique_ptr<QuantizedProduct> make_quantized_product(const ProductShape& shape,
+                                                         const WeightGroups& groups,
+                                                         const PlainKernels& kernels) {
+  return std::make_unique<PlainQuantizedProduct>(shape, groups, kernels);
+}
+
+}  // namespace fovea

@@ -1,0 +1,199 @@
+// Products with FP8 weights: exact weights, groups of any shape, and what is refused.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <tuple>
+
+#include "fovea/error.h"
+#include "fovea/linear.h"
+#include "fovea/oracle.h"
+#include "fovea/thread_pool.h"
+#include "linear/plain_kernels.h"
+#include "linear/product.h"
+#include "support/compare.h"
+
+namespace fovea {
+namespace {
+
+using test::PaddedTensor;
+
+/// Random codes that are no NaN, and scales that are no powers of two.
+struct Weight {
+  Weight(std::int64_t out, std::int64_t in, const WeightGroups& groups, DType scale_dtype)
+      : codes(DType::f8e4m3fn, {out, in}),
+        scale(scale_dtype, {groups.out == 0 ? 1 : (out + groups.out - 1) / groups.out,
+                            groups.in == 0 ? 1 : (in + groups.in - 1) / groups.in}),
+        weight{codes, scale, groups} {
+    for (std::int64_t m = 0; m < out; ++m) {
+      for (std::int64_t k = 0; k < in; ++k) {
+        const auto n = static_cast<std::uint64_t>(m * in + k);
+        auto code = static_cast<std::uint8_t>(test::random_below(5, n, 254));
+        if (code >= 0x7f) ++code;  // Leaves out both NaNs.
+        *codes.view().ptr<std::uint8_t>({m, k}) = code;
+      }
+    }
+    test::fill_uniform(scale, 6, 0.001, 0.003);
+  }
+
+  std::vector<double> values() const {
+    const std::int64_t out = codes.view().shape[0], in = codes.view().shape[1];
+    const std::vector<double> scales = test::to_doubles(scale);
+    const auto columns = scale.view().shape[1];
+    std::vector<double> all;
+    for (std::int64_t m = 0; m < out; ++m) {
+      const std::vector<double> row =
+          oracle::decode(codes.view().ptr<std::uint8_t>({m, 0}), in, oracle::Format::f8e4m3fn);
+      for (std::int64_t k = 0; k < in; ++k) {
+        const std::int64_t i = weight.groups.out == 0 ? 0 : m / weight.groups.out;
+        const std::int64_t j = weight.groups.in == 0 ? 0 : k / weight.groups.in;
+        all.push_back(row[static_cast<std::size_t>(k)] *
+                      scales[static_cast<std::size_t>(i * columns + j)]);
+      }
+    }
+    return all;
+  }
+
+  PaddedTensor codes, scale;
+  QuantizedWeight weight;
+};
+
+constexpr WeightGroups kGroups[] = {{0, 0}, {1, 0}, {128, 128}, {64, 128}, {32, 48}, {128, 0}};
+
+class QuantizedLinear : public testing::TestWithParam<DType> {
+ protected:
+  void run(const Linear& linear, const PaddedTensor& x, const PaddedTensor& out) {
+    workspace_.reserve(linear.workspace_bytes(x.view().shape[0]));
+    test::poison(workspace_);
+    test::poison(out);
+    linear({pool_.get(), &workspace_}, x, out);
+    EXPECT_EQ(workspace_.peak(), linear.workspace_bytes(x.view().shape[0]));
+    EXPECT_TRUE(out.padding_untouched());
+    workspace_.reset_peak();
+  }
+
+  std::unique_ptr<ThreadPool> pool_ = make_std_thread_pool(2);
+  Workspace workspace_;
+};
+INSTANTIATE_TEST_SUITE_P(, QuantizedLinear, testing::Values(DType::f32, DType::f16, DType::bf16),
+                         [](const auto& dtype) { return std::string(name_of(dtype.param)); });
+
+TEST_P(QuantizedLinear, TheIdentityGivesTheDequantisedWeight) {  // F036, F359
+  constexpr std::int64_t kOut = 70, kIn = 300;
+  for (const WeightGroups& groups : kGroups) {
+    for (DType scale_dtype : {DType::f32, DType::bf16}) {
+      const Weight w(kOut, kIn, groups, scale_dtype);
+      const Tensor direct = dequantize_weight(w.weight, GetParam());
+      EXPECT_TRUE(test::values_close(w.values(), direct, 0x1p-25,
+                                     test::unit_roundoff(GetParam()) + 0x1p-24));
+      const Linear linear(w.weight, {}, GetParam());
+      const PaddedTensor identity(GetParam(), {kIn, kIn}), out(GetParam(), {kIn, kOut});
+      test::fill_normal(identity, 1, 0);
+      for (std::int64_t i = 0; i < kIn; ++i) {
+        test::fill_uniform(identity.view().slice(0, i, i + 1).slice(1, i, i + 1), 1, 1, 1);
+      }
+      run(linear, identity, out);
+      EXPECT_EQ(test::to_doubles(direct.view().transpose(0, 1)), test::to_doubles(out))
+          << "groups of " << groups.out << ", " << groups.in;
+    }
+  }
+}
+
+TEST_P(QuantizedLinear, ProductsEqualTheFormula) {
+  constexpr std::int64_t kOut = 70, kIn = 300;
+  for (const WeightGroups& groups : kGroups) {
+    const Weight w(kOut, kIn, groups, DType::f32);
+    const PaddedTensor bias(GetParam(), {kOut});
+    test::fill_normal(bias, 3);
+    const Linear linear(w.weight, bias, GetParam());
+    EXPECT_EQ("plain/fp8", linear.backend_name());
+    for (std::int64_t tokens : {1, 2, 3, 5, 7, 64, 65, 130}) {
+      const PaddedTensor x(GetParam(), {tokens, kIn}), out(GetParam(), {tokens, kOut});
+      test::fill_normal(x, 4);
+      run(linear, x, out);
+      const auto expected =
+          oracle::linear(test::to_doubles(x), w.values(), test::to_doubles(bias), kIn);
+      const double tolerance =
+          GetParam() == DType::f32 ? 1e-5 : 2 * test::unit_roundoff(GetParam());
+      EXPECT_TRUE(test::rows_close(expected, out, {tolerance, 1e-6})) << tokens << " tokens";
+    }
+  }
+}
+
+TEST(QuantizedProduct, ScalarKernelsHaveTheSameWeights) {
+  const Weight w(20, 130, {16, 64}, DType::f32);
+  const ProductShape shape{.depth = 130, .columns = 20, .dtype = DType::f32};
+  const auto scalar = make_quantized_product(shape, w.weight.groups, kPlainKernelsScalar);
+  scalar->load(w.weight, {});
+  const PaddedTensor x(DType::f32, {3, 1, 130}), out(DType::f32, {3, 1, 20});
+  test::fill_normal(x, 4);
+  const auto pool = make_std_thread_pool(1);
+  Workspace workspace;
+  scalar->run({pool.get(), &workspace}, x, out);
+  EXPECT_TRUE(test::rows_close(oracle::linear(test::to_doubles(x), w.values(), {}, 130),
+                               out.view().select(1, 0), {1e-5, 1e-6}));
+}
+
+TEST_P(QuantizedLinear, WeightsTakeAByteAndTheirScales) {
+  const Weight w(128, 256, {128, 128}, DType::f32);
+  EXPECT_EQ(128 * 256 + 128 * 2 * 4, Linear(w.weight, {}, GetParam()).weight_bytes());
+}
+
+TEST_P(QuantizedLinear, ANaNCodeStaysVisible) {
+  Weight w(20, 32, {0, 0}, DType::f32);
+  *w.codes.view().ptr<std::uint8_t>({7, 3}) = 0x7f;
+  const Linear linear(w.weight, {}, GetParam());
+  const PaddedTensor x(GetParam(), {1, 32}), out(GetParam(), {1, 20});
+  test::fill_normal(x, 4);
+  run(linear, x, out);
+  const std::vector<double> y = test::to_doubles(out);
+  for (std::size_t m = 0; m < 20; ++m) EXPECT_EQ(m == 7, std::isnan(y[m])) << m;
+}
+
+TEST_P(QuantizedLinear, ReloadKeepsStorageAndGroups) {
+  const Weight first(40, 64, {32, 32}, DType::f32);
+  Weight second(40, 64, {32, 32}, DType::f32);
+  test::fill_uniform(second.scale, 9, 0.01, 0.02);
+  Linear linear(first.weight, {}, GetParam());
+  linear.reload(second.weight, {});
+  const PaddedTensor x(GetParam(), {2, 64}), out(GetParam(), {2, 40}), fresh(GetParam(), {2, 40});
+  test::fill_normal(x, 4);
+  run(linear, x, out);
+  run(Linear(second.weight, {}, GetParam()), x, fresh);
+  EXPECT_EQ(test::to_doubles(fresh), test::to_doubles(out));
+}
+
+TEST(QuantizedWeight, WhatDoesNotFitIsNamed) {
+  Weight w(40, 64, {32, 32}, DType::f32);
+  const auto error_of = [](auto&& call) -> std::string {
+    try {
+      call();
+    } catch (const Error& error) {
+      EXPECT_EQ(ErrorCode::invalid_argument, error.code());
+      return error.what();
+    }
+    return "";
+  };
+  const auto contains = [](const std::string& text, const std::string& part) {
+    return text.find(part) != std::string::npos ? testing::AssertionSuccess()
+                                                : testing::AssertionFailure() << text;
+  };
+  QuantizedWeight wrong = w.weight;
+  wrong.groups = {16, 32};
+  EXPECT_TRUE(contains(error_of([&] { check_quantized_weight(wrong); }), "[3, 2]"));
+  wrong.groups = {-1, 32};
+  EXPECT_TRUE(contains(error_of([&] { check_quantized_weight(wrong); }), "groups are [-1, 32]"));
+  wrong = w.weight;
+  wrong.codes.dtype = DType::u8;
+  EXPECT_TRUE(contains(error_of([&] { check_quantized_weight(wrong); }), "must be f8e4m3fn"));
+  EXPECT_TRUE(contains(error_of([&] { Linear(w.weight, {}, DType::i8); }), "dtype is i8"));
+  Linear linear(w.weight, {}, DType::f32);
+  const Tensor dense = Tensor::zeros(DType::f32, {40, 64});
+  EXPECT_TRUE(contains(error_of([&] { linear.reload(dense, {}); }), "made with a quantised one"));
+  wrong = w.weight;
+  wrong.groups = {32, 0};
+  wrong.scale = w.scale.view().slice(1, 0, 1);
+  EXPECT_TRUE(contains(error_of([&] { linear.reload(wrong, {}); }), "groups of [32, 0]"));
+}
+
+}  // namespace
+}  // namespace fovea
