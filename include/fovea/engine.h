@@ -183,8 +183,8 @@ struct ServeHooks {
 /// block is needed.
 class Engine {
  public:
-  /// Throws Error(invalid_argument) that names the option, Error(unsupported) on one that the
-  /// model's kind of attention cannot honour.
+  /// Throws Error(invalid_argument) that names the option: out of range, or nothing that the
+  /// model's kind of attention can honour.
   Engine(const OpContext& ctx, const Model& model, const EngineOptions& options);
   ~Engine();
   Engine(const Engine&) = delete;

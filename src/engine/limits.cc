@@ -29,17 +29,17 @@ ContextPlanKind context_plan_of(const Model& model, const EngineOptions& options
 void check_context_options(const Model& model, const EngineOptions& options) {
   const ContextPlanKind plan = context_plan_of(model, options);
   if (!model.config().is_mla()) {
-    FOVEA_CHECK(plan == ContextPlanKind::paged, unsupported,
+    FOVEA_CHECK(plan == ContextPlanKind::paged, invalid_argument,
                 "context_plan is {}, must be paged for {}: grouped-query attention reads context "
                 "from its blocks",
                 plan == ContextPlanKind::packed ? "packed" : "equal", model.config().model_type);
-    FOVEA_CHECK(options.workspace_rows == 0, unsupported,
+    FOVEA_CHECK(options.workspace_rows == 0, invalid_argument,
                 "workspace_rows is {}, must be left out for {}: grouped-query attention gathers no "
                 "context",
                 options.workspace_rows, model.config().model_type);
     return;
   }
-  FOVEA_CHECK(plan != ContextPlanKind::paged, unsupported,
+  FOVEA_CHECK(plan != ContextPlanKind::paged, invalid_argument,
               "context_plan is paged, must be packed or equal for {}: latent attention expands "
               "context chunk by chunk",
               model.config().model_type);

@@ -5,8 +5,8 @@
 
 namespace fovea::engine {
 
-/// Throws Error(invalid_argument) that names the option, Error(unsupported) on one that the model's
-/// kind of attention cannot honour.
+/// Throws Error(invalid_argument) that names the option: out of range, or nothing that the model's
+/// kind of attention can honour.
 void check_options(const Model& model, const EngineOptions& options);
 
 /// What the workload's requests, as far as the model can serve them, need of everything.

@@ -66,6 +66,15 @@ Json to_json(const ContextChunk& chunk) {
   return json;
 }
 
+/// Rules that hide nothing are left out.
+Json to_json(const AttentionVariant& variant) {
+  Json json = {{"causal", variant.causal}};
+  if (variant.window_left >= 0) json["window_left"] = variant.window_left;
+  if (variant.attention_chunk > 0) json["attention_chunk"] = variant.attention_chunk;
+  if (variant.soft_cap > 0) json["soft_cap"] = variant.soft_cap;
+  return json;
+}
+
 }  // namespace
 
 std::string BatchPlan::to_json() const {
@@ -73,21 +82,22 @@ std::string BatchPlan::to_json() const {
   for (const ContextChunk& chunk : chunks) chunk_list.push_back(fovea::to_json(chunk));
   Json slices = Json::array();
   for (const IndexRange& tokens : empty_token_slices) slices.push_back(fovea::to_json(tokens));
-  const Json json = {{"split",
-                      {{"num_decodes", split.num_decodes},
-                       {"num_prefills", split.num_prefills},
-                       {"num_decode_tokens", split.num_decode_tokens},
-                       {"num_prefill_tokens", split.num_prefill_tokens}}},
-                     {"variant", {{"causal", variant.causal}}},
-                     {"num_actual_tokens", num_actual_tokens},
-                     {"max_query_len", max_query_len},
-                     {"max_seq_len", max_seq_len},
-                     {"decode", fovea::to_json(decode)},
-                     {"prefill", fovea::to_json(prefill)},
-                     {"context_lens", context_lens},
-                     {"chunks", std::move(chunk_list)},
-                     {"empty_token_slices", std::move(slices)},
-                     {"peak_context_rows", peak_context_rows}};
+  Json json = {{"split",
+                {{"num_decodes", split.num_decodes},
+                 {"num_prefills", split.num_prefills},
+                 {"num_decode_tokens", split.num_decode_tokens},
+                 {"num_prefill_tokens", split.num_prefill_tokens}}},
+               {"variant", fovea::to_json(variant)},
+               {"num_actual_tokens", num_actual_tokens},
+               {"max_query_len", max_query_len},
+               {"max_seq_len", max_seq_len},
+               {"decode", fovea::to_json(decode)},
+               {"prefill", fovea::to_json(prefill)},
+               {"context_lens", context_lens},
+               {"chunks", std::move(chunk_list)},
+               {"empty_token_slices", std::move(slices)},
+               {"peak_context_rows", peak_context_rows}};
+  if (paged_context) json["paged_context"] = true;
   return json.dump(2);
 }
 

@@ -87,6 +87,12 @@ std::string BatchPlan::to_text() const {
   append(out, "batch: {} decodes ({} tokens), {} prefills ({} tokens), {}\n", split.num_decodes,
          split.num_decode_tokens, split.num_prefills, split.num_prefill_tokens,
          variant.causal ? "causal" : "not causal");
+  if (variant.window_left >= 0) {
+    append(out, "window: {} keys before each query\n", variant.window_left);
+  }
+  if (variant.attention_chunk > 0) append(out, "attention chunks: {}\n", variant.attention_chunk);
+  if (variant.soft_cap > 0) append(out, "soft cap: {}\n", variant.soft_cap);
+  if (paged_context) append(out, "context: read from its blocks\n");
   append(out, "longest: {} query tokens, {} keys\n", max_query_len, max_seq_len);
   if (split.num_decodes > 0) append_decode(out, decode);
   if (split.num_prefills > 0) append_prefill(out, *this);

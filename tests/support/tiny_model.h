@@ -30,4 +30,20 @@ Model make_tiny_model(const TinyModelOptions& options = {});
 /// The same, left in `directory` for a caller that loads it itself.
 void write_tiny_model(const std::string& directory, const TinyModelOptions& options);
 
+struct TinyGqaOptions {
+  /// "gpt_oss": biases, sinks, YaRN. "gemma3_text": QK-norm, soft cap, a norm before the residual.
+  std::string family = "gpt_oss";
+  /// Windowed and full layers take turns, a windowed one first.
+  std::int64_t num_layers = 4;
+  DType dtype = DType::f32;
+  std::int64_t max_position = 640;
+  std::int64_t sliding_window = 20;  ///< Tokens that a query sees, itself included.
+  std::uint64_t seed = 1;
+  double logit_spread = 3;  ///< As above.
+  std::int64_t width = 1;   ///< Multiplies H 48, D 16 and the 4 heads over 2.
+};
+
+Model make_tiny_gqa_model(const TinyGqaOptions& options = {});
+void write_tiny_gqa_model(const std::string& directory, const TinyGqaOptions& options);
+
 }  // namespace fovea::test
