@@ -2,13 +2,7 @@
 // with weights that both sides make from a seed.
 #include <gtest/gtest.h>
 
-#include <filesystem>
-#include <fstream>
-#include <numeric>
-#include <sstream>
-
-#include "fovea/model.h"
-#include "model/safetensors.h"
+#include "golden/golden_cases.h"
 #include "model/seeded_weights.h"
 #include "support/compare.h"
 #include "support/sequence_runner.h"
@@ -16,67 +10,23 @@
 namespace fovea {
 namespace {
 
-constexpr std::uint64_t kSeed = 11;
-const std::string kDirectory = FOVEA_TEST_DATA;
+using test::case_names;
+using test::name_of_case;
+using test::Steps;
+using test::ways_to_run;
 
-std::vector<std::string> case_names() {
-  std::vector<std::string> names;
-  for (const auto& entry : std::filesystem::directory_iterator(kDirectory + "/cases")) {
-    names.push_back(entry.path().stem());
-  }
-  std::sort(names.begin(), names.end());
-  return names;
-}
-
-ModelConfig read_config(const std::string& name) {
-  const std::string path = kDirectory + "/cases/" + name + ".json";
-  std::stringstream text;
-  text << std::ifstream(path).rdbuf();
-  return parse_model_config(text.str(), path);
-}
-
-/// How a sequence is cut into steps.
-struct Steps {
-  const char* name;
-  std::vector<std::int64_t> sizes;
-  std::int64_t workspace_rows = 1 << 16;
-  std::size_t least_chunks = 0;
-};
-
-std::vector<Steps> ways_to_run(std::int64_t tokens) {
-  std::vector<std::int64_t> decode(static_cast<std::size_t>(tokens - tokens / 2), 1);
-  decode.front() = tokens / 2;
-  decode.push_back(1);
-  std::vector<std::int64_t> pieces;
-  for (std::int64_t left = tokens; left > 0; left -= pieces.back()) {
-    pieces.push_back(std::min<std::int64_t>(left, 7));
-  }
-  return {{"one prefill", {tokens}},
-          {"chunked prefill", pieces, 8, 2},
-          {"prefill, then decode", decode, 8},
-          {"decode alone", std::vector<std::int64_t>(static_cast<std::size_t>(tokens), 1)}};
-}
+const char* const kFolder = "cases";
 
 class Golden : public ::testing::TestWithParam<std::string> {
  protected:
   Golden()
-      : config_(read_config(GetParam())),
-        goldens_(kDirectory + "/goldens.safetensors"),
-        expected_latent_(test::to_doubles(golden(".latent"))),
-        expected_(test::to_doubles(golden(".output"))) {
+      : config_(test::read_config(kFolder, GetParam())),
+        expected_latent_(test::to_doubles(goldens_[GetParam() + ".latent"])),
+        expected_(test::to_doubles(goldens_[GetParam() + ".output"])) {
     const std::unique_ptr<ThreadPool> pool = make_std_thread_pool();
-    weights_ = seeded_layer(config_, kSeed, 0, DType::f32, *pool);
-    const TensorView output = golden(".output");
-    hidden_ = Tensor::empty(DType::f32, {output.shape[0], output.shape[1]});
-    for (std::int64_t t = 0; t < hidden_.view().shape[0]; ++t) {
-      token_hidden_state(kSeed, t, hidden_.view().select(0, t));
-    }
-  }
-
-  TensorView golden(const std::string& suffix) const {
-    const SafetensorsEntry* entry = goldens_.find(GetParam() + suffix);
-    if (entry == nullptr) throw std::runtime_error("no golden " + GetParam() + suffix);
-    return goldens_.view(*entry);
+    weights_ = seeded_layer(config_, test::kGoldenSeed, 0, DType::f32, *pool);
+    const TensorView output = goldens_[GetParam() + ".output"];
+    hidden_ = test::hidden_states(output.shape[0], output.shape[1]);
   }
 
   void check(const Runtime& runtime, const MlaLayer& layer, const Steps& steps) const {
@@ -95,7 +45,7 @@ class Golden : public ::testing::TestWithParam<std::string> {
   }
 
   ModelConfig config_;
-  SafetensorsFile goldens_;
+  test::Goldens goldens_;
   std::vector<double> expected_latent_;
   std::vector<double> expected_;
   LayerMemory weights_;
@@ -149,15 +99,13 @@ TEST_P(GoldenControl, WrongScalePairingOrLengthIsNoticed) {
   EXPECT_FALSE(is_close(config_.mla, config_.groups[0].rope, 1e-2f));
 }
 
-std::string name_of_case(const ::testing::TestParamInfo<std::string>& info) { return info.param; }
-
 std::vector<std::string> tiny_case_names() {
-  std::vector<std::string> names = case_names();
+  std::vector<std::string> names = case_names(kFolder);
   std::erase_if(names, [](const std::string& name) { return name.ends_with("_real_dims"); });
   return names;
 }
 
-INSTANTIATE_TEST_SUITE_P(Cases, Golden, ::testing::ValuesIn(case_names()), name_of_case);
+INSTANTIATE_TEST_SUITE_P(Cases, Golden, ::testing::ValuesIn(case_names(kFolder)), name_of_case);
 INSTANTIATE_TEST_SUITE_P(Cases, GoldenControl, ::testing::ValuesIn(tiny_case_names()),
                          name_of_case);
 

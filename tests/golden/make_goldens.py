@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes goldens.safetensors: what one MLA layer gives for each config in cases/, in float64.
+"""Writes goldens.safetensors: what one MLA layer gives for each config in cases/, and each layer
+for those in gqa_cases/ (see gqa_layer.py), in float64.
 
 Multi-head latent attention straight from its formulas (DeepSeek-V2, arXiv 2405.04434), with the
 weights and hidden states of seeded_weights.py. Only outputs are stored. Needs numpy, nothing else:
@@ -16,7 +17,9 @@ import sys
 
 import numpy as np
 
+import gqa_layer
 import seeded_weights
+from formulas import rms_norm, rotary_frequencies, rotate, yarn_mscale
 
 HERE = pathlib.Path(__file__).parent
 SEED = 11
@@ -26,60 +29,14 @@ LARGE_TOKENS = 20  # of cases whose hidden size is a real model's
 LATENT_NORM_EPS = 1e-6  # modeling code builds q_a_layernorm and kv_a_layernorm with its default
 
 
-def yarn_mscale(factor, m):
-    return 1.0 if factor <= 1 else 0.1 * m * math.log(factor) + 1.0
-
-
-def rotary_frequencies(config):
-    """Frequency of each channel pair, amplitude of cos and sin, and the softmax scale's factor."""
-    R = config["qk_rope_head_dim"]
+def rotation(config):
+    """Frequencies, amplitude, and the softmax scale's factor."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = scaling.get("rope_theta") or config.get("rope_theta")
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    freq = theta ** (-np.arange(0, R, 2, dtype=np.float64) / R)
-    if kind == "yarn":
-        factor = scaling["factor"]
-        original = scaling["original_max_position_embeddings"]
-
-        def pair_of(rotations):
-            return R * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
-
-        low = max(math.floor(pair_of(scaling.get("beta_fast", 32))), 0)
-        high = min(math.ceil(pair_of(scaling.get("beta_slow", 1))), R - 1)
-        width = high - low if high != low else 0.001
-        ramp = np.clip((np.arange(R // 2) - low) / width, 0, 1)
-        freq = freq / factor * ramp + freq * (1 - ramp)
-        m, all_dim = scaling.get("mscale", 1), scaling.get("mscale_all_dim", 0)
-        amplitude = yarn_mscale(factor, m) / yarn_mscale(factor, all_dim)
-        return freq, amplitude, yarn_mscale(factor, all_dim) ** 2 if all_dim else 1.0
-    if kind == "longrope":
-        original = scaling["original_max_position_embeddings"]
-        longest = config["max_position_embeddings"]
-        # An engine that serves all positions of the config must use one set for all of them.
-        chosen = "long_factor" if longest > original else "short_factor"
-        ratio = longest / original
-        amplitude = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
-        return freq / np.array(scaling[chosen]), amplitude, 1.0
-    assert kind == "default", kind
-    return freq, 1.0, 1.0
-
-
-def rotate(x, freq, amplitude, interleaved):
-    """x [T, ..., R], row t at position t."""
-    angle = np.arange(x.shape[0])[:, None] * freq
-    angle = angle.reshape((x.shape[0],) + (1,) * (x.ndim - 2) + (-1,))
-    cos, sin = amplitude * np.cos(angle), amplitude * np.sin(angle)
-    half = x.shape[-1] // 2
-    first = np.s_[..., 0::2] if interleaved else np.s_[..., :half]
-    second = np.s_[..., 1::2] if interleaved else np.s_[..., half:]
-    out = np.empty_like(x)
-    out[first] = x[first] * cos - x[second] * sin
-    out[second] = x[second] * cos + x[first] * sin
-    return out
-
-
-def rms_norm(x, weight):
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + LATENT_NORM_EPS) * weight
+    freq, amplitude = rotary_frequencies(config["qk_rope_head_dim"], theta, scaling,
+                                         config["max_position_embeddings"])
+    all_dim = scaling.get("mscale_all_dim", 0)
+    return freq, amplitude, yarn_mscale(scaling["factor"], all_dim) ** 2 if all_dim else 1.0
 
 
 def attention_layer(config):
@@ -87,7 +44,7 @@ def attention_layer(config):
     H, N, L = (config[k] for k in ("hidden_size", "num_attention_heads", "kv_lora_rank"))
     P, R = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     V = config.get("v_head_dim") or H // N
-    freq, amplitude, scale_factor = rotary_frequencies(config)
+    freq, amplitude, scale_factor = rotation(config)
     sm_scale = scale_factor / math.sqrt(P + R)
     interleaved = config.get("rope_interleave", config["model_type"] != "minicpm3")
 
@@ -101,14 +58,14 @@ def attention_layer(config):
 
     if config["q_lora_rank"]:
         q = x @ w["q_a_proj"].T + w.get("q_a_bias", 0)
-        q = rms_norm(q, w["q_a_layernorm"]) @ w["q_b_proj"].T
+        q = rms_norm(q, w["q_a_layernorm"], LATENT_NORM_EPS) @ w["q_b_proj"].T
     else:
         q = x @ w["q_proj"].T
     q = q.reshape(tokens, N, P + R)
     q_pe = rotate(q[..., P:], freq, amplitude, interleaved)
 
     kv = x @ w["kv_a_proj_with_mqa"].T + w.get("kv_a_bias", 0)
-    kv_c = rms_norm(kv[:, :L], w["kv_a_layernorm"])
+    kv_c = rms_norm(kv[:, :L], w["kv_a_layernorm"], LATENT_NORM_EPS)
     k_pe = rotate(kv[:, L:], freq, amplitude, interleaved)
     expanded = (kv_c @ w["kv_b_proj"].T).reshape(tokens, N, P + V)
     k_nope, v = expanded[..., :P], expanded[..., P:]
@@ -151,6 +108,10 @@ def main():
     for path in sorted((HERE / "cases").glob("*.json")):
         latent, output = attention_layer(json.loads(path.read_text()))
         tensors[path.stem + ".latent"], tensors[path.stem + ".output"] = latent, output
+    for path in sorted((HERE / "gqa_cases").glob("*.json")):
+        for i, (rows, output) in enumerate(gqa_layer.layers(json.loads(path.read_text()), SEED,
+                                                            TOKENS)):
+            tensors[f"{path.stem}.{i}.rows"], tensors[f"{path.stem}.{i}.output"] = rows, output
     file = HERE / "goldens.safetensors"
     if not options.check:
         write_safetensors(file, tensors)

@@ -1,5 +1,4 @@
-// Published config.json files, without what attention does not look at, and what is wrong with them
-// when one field changes.
+// What published config.json files mean, and what is wrong with them when one field changes.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -7,108 +6,21 @@
 
 #include "fovea/model.h"
 #include "model/checkpoint_files.h"
+#include "model/published_configs.h"
 
 namespace fovea {
 namespace {
 
 using test::error_of;
+using test::gemma3_config;
+using test::gemma3_text_config;
+using test::gpt_oss_config;
 using test::json;
+using test::llama_3_1_config;
 using test::mentions;
-
-json gpt_oss() {
-  json config = json::parse(R"({
-    "architectures": ["GptOssForCausalLM"], "attention_bias": true, "attention_dropout": 0.0,
-    "experts_per_token": 4, "head_dim": 64, "hidden_size": 2880, "initial_context_length": 4096,
-    "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64,
-    "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
-    "num_local_experts": 32,
-    "quantization_config": {
-      "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router",
-                                 "model.embed_tokens", "lm_head"],
-      "quant_method": "mxfp4"},
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
-                     "original_max_position_embeddings": 4096, "rope_type": "yarn",
-                     "truncate": false},
-    "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0, "vocab_size": 201088
-  })");
-  for (int i = 0; i < 24; ++i) {
-    config["layer_types"].push_back(i % 2 == 0 ? "sliding_attention" : "full_attention");
-  }
-  return config;
-}
-
-json llama_3_1() {
-  return json::parse(R"({
-    "architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
-    "hidden_size": 4096, "max_position_embeddings": 131072, "mlp_bias": false,
-    "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32,
-    "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
-    "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
-    "rope_theta": 500000.0, "torch_dtype": "bfloat16", "vocab_size": 128256
-  })");
-}
-
-json qwen2() {
-  return json::parse(R"({
-    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "hidden_size": 3584,
-    "max_position_embeddings": 131072, "max_window_layers": 20, "model_type": "qwen2",
-    "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 131072,
-    "torch_dtype": "bfloat16", "use_cache": true, "use_mrope": false,
-    "use_sliding_window": false, "vocab_size": 152064
-  })");
-}
-
-json qwen3() {
-  return json::parse(R"({
-    "architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
-    "head_dim": 128, "hidden_size": 4096, "max_position_embeddings": 40960,
-    "max_window_layers": 36, "model_type": "qwen3", "num_attention_heads": 32,
-    "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
-    "rope_scaling": null, "rope_theta": 1000000, "sliding_window": null,
-    "torch_dtype": "bfloat16", "use_sliding_window": false, "vocab_size": 151936
-  })");
-}
-
-json mistral() {
-  return json::parse(R"({
-    "architectures": ["MistralForCausalLM"], "hidden_size": 4096,
-    "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32,
-    "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
-    "rope_theta": 10000.0, "sliding_window": 4096, "torch_dtype": "bfloat16",
-    "vocab_size": 32000
-  })");
-}
-
-/// The file of the model with vision: most of the language model is left to defaults.
-json gemma3() {
-  return json::parse(R"({
-    "architectures": ["Gemma3ForConditionalGeneration"], "image_token_index": 262144,
-    "mm_tokens_per_image": 256, "model_type": "gemma3",
-    "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
-                    "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-                    "sliding_window": 1024},
-    "torch_dtype": "bfloat16",
-    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model",
-                      "num_attention_heads": 16, "num_hidden_layers": 27}
-  })");
-}
-
-/// The file of the model without vision.
-json gemma3_text() {
-  return json::parse(R"({
-    "architectures": ["Gemma3ForCausalLM"], "attention_bias": false,
-    "attn_logit_softcapping": null, "cache_implementation": "hybrid",
-    "final_logit_softcapping": null, "head_dim": 256, "hidden_size": 1152,
-    "max_position_embeddings": 32768, "model_type": "gemma3_text", "num_attention_heads": 4,
-    "num_hidden_layers": 26, "num_key_value_heads": 1, "query_pre_attn_scalar": 256,
-    "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": null,
-    "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
-    "torch_dtype": "bfloat16", "vocab_size": 262144
-  })");
-}
+using test::mistral_config;
+using test::qwen2_config;
+using test::qwen3_config;
 
 json repeated(const json& count, const char* type) {
   return json(count.get<std::size_t>(), json(type));
@@ -137,7 +49,7 @@ std::vector<std::int64_t> dims_of(const ModelConfig& c) {
 }
 
 TEST(GqaConfig, GptOssAlternatesWindowsAndHasSinks) {
-  const ModelConfig c = parse(gpt_oss());
+  const ModelConfig c = parse(gpt_oss_config());
   EXPECT_EQ(dims_of(c), (std::vector<std::int64_t>{2880, 64, 8, 64, 64, 24, 201088, 131072}));
   EXPECT_FLOAT_EQ(c.gqa.sm_scale, 0.125f);
   EXPECT_TRUE(c.attention_bias && c.o_bias && c.sinks);
@@ -163,7 +75,7 @@ TEST(GqaConfig, GptOssAlternatesWindowsAndHasSinks) {
 }
 
 TEST(GqaConfig, LlamaHasOneGroupAndItsOwnScaling) {
-  const ModelConfig c = parse(llama_3_1());
+  const ModelConfig c = parse(llama_3_1_config());
   EXPECT_EQ(dims_of(c), (std::vector<std::int64_t>{4096, 32, 8, 128, 128, 32, 128256, 131072}));
   EXPECT_FLOAT_EQ(c.gqa.sm_scale, static_cast<float>(1 / std::sqrt(128.0)));
   ASSERT_EQ(c.groups.size(), 1u);
@@ -176,7 +88,7 @@ TEST(GqaConfig, LlamaHasOneGroupAndItsOwnScaling) {
   EXPECT_FALSE(c.attention_bias || c.o_bias || c.sinks);
   EXPECT_EQ(c.dtype, DType::bf16);
 
-  const ModelConfig biased = changed(llama_3_1(), [](json& j) {
+  const ModelConfig biased = changed(llama_3_1_config(), [](json& j) {
     j["attention_bias"] = true;
     j["head_dim"] = 64;
     j.erase("num_key_value_heads");
@@ -188,7 +100,9 @@ TEST(GqaConfig, LlamaHasOneGroupAndItsOwnScaling) {
 
 TEST(GqaConfig, EveryScalingOfRotationIsRead) {
   auto rope = [](const json& scaling) {
-    return changed(llama_3_1(), [&](json& j) { j["rope_scaling"] = scaling; }).groups[0].rope;
+    return changed(llama_3_1_config(), [&](json& j) { j["rope_scaling"] = scaling; })
+        .groups[0]
+        .rope;
   };
   EXPECT_EQ(std::get<LinearScaling>(rope({{"type", "linear"}, {"factor", 4.0}}).scaling).factor, 4);
   const auto dynamic =
@@ -204,7 +118,7 @@ TEST(GqaConfig, EveryScalingOfRotationIsRead) {
   EXPECT_TRUE(yarn.truncate);
   EXPECT_TRUE(std::holds_alternative<std::monostate>(rope(nullptr).scaling));
 
-  const RopeConfig newer = changed(llama_3_1(),
+  const RopeConfig newer = changed(llama_3_1_config(),
                                    [](json& j) {
                                      j["rope_parameters"] = j["rope_scaling"];
                                      j["rope_parameters"]["rope_theta"] = j["rope_theta"];
@@ -218,7 +132,7 @@ TEST(GqaConfig, EveryScalingOfRotationIsRead) {
 }
 
 TEST(GqaConfig, Qwen2HasBiasesWithoutOneOfTheOutput) {
-  const ModelConfig c = parse(qwen2());
+  const ModelConfig c = parse(qwen2_config());
   EXPECT_EQ(dims_of(c), (std::vector<std::int64_t>{3584, 28, 4, 128, 128, 28, 152064, 131072}));
   EXPECT_TRUE(c.attention_bias);
   EXPECT_FALSE(c.o_bias);
@@ -228,7 +142,7 @@ TEST(GqaConfig, Qwen2HasBiasesWithoutOneOfTheOutput) {
 }
 
 TEST(GqaConfig, QwenWindowsBeginAtALayerOrFollowTheTypes) {
-  const ModelConfig late = changed(qwen2(), [](json& j) {
+  const ModelConfig late = changed(qwen2_config(), [](json& j) {
     j["use_sliding_window"] = true;
     j["sliding_window"] = 4096;
   });
@@ -237,14 +151,14 @@ TEST(GqaConfig, QwenWindowsBeginAtALayerOrFollowTheTypes) {
   EXPECT_EQ(late.groups[1].variant.window_left, 4095);
   for (std::size_t i = 0; i < 28; ++i) EXPECT_EQ(late.layer_group[i], i >= 20 ? 1 : 0);
 
-  const ModelConfig all = changed(qwen2(), [](json& j) {
+  const ModelConfig all = changed(qwen2_config(), [](json& j) {
     j["use_sliding_window"] = true;
     j["max_window_layers"] = 0;
   });
   ASSERT_EQ(all.groups.size(), 1u);
   EXPECT_EQ(all.groups[0].variant.window_left, 131071);
 
-  const ModelConfig by_type = changed(qwen3(), [](json& j) {
+  const ModelConfig by_type = changed(qwen3_config(), [](json& j) {
     j["num_hidden_layers"] = 3;
     j["use_sliding_window"] = true;
     j["sliding_window"] = 8;
@@ -254,7 +168,7 @@ TEST(GqaConfig, QwenWindowsBeginAtALayerOrFollowTheTypes) {
 }
 
 TEST(GqaConfig, Qwen3NormsQueriesAndKeysBeforeTheyTurn) {
-  const ModelConfig c = parse(qwen3());
+  const ModelConfig c = parse(qwen3_config());
   EXPECT_EQ(dims_of(c), (std::vector<std::int64_t>{4096, 32, 8, 128, 128, 36, 151936, 40960}));
   EXPECT_EQ(c.qk_norm, QkNorm::pre_rope);
   EXPECT_FLOAT_EQ(c.rms_norm_eps, 1e-6f);
@@ -263,16 +177,17 @@ TEST(GqaConfig, Qwen3NormsQueriesAndKeysBeforeTheyTurn) {
 }
 
 TEST(GqaConfig, MistralHasAWindowInEveryLayer) {
-  const ModelConfig c = parse(mistral());
+  const ModelConfig c = parse(mistral_config());
   EXPECT_EQ(dims_of(c), (std::vector<std::int64_t>{4096, 32, 8, 128, 128, 32, 32000, 32768}));
   ASSERT_EQ(c.groups.size(), 1u);
   EXPECT_EQ(c.groups[0].variant.window_left, 4095);
-  const ModelConfig full = changed(mistral(), [](json& j) { j["sliding_window"] = nullptr; });
+  const ModelConfig full =
+      changed(mistral_config(), [](json& j) { j["sliding_window"] = nullptr; });
   EXPECT_EQ(full.groups[0].variant.window_left, -1);
 }
 
 TEST(GqaConfig, GemmaWithVisionIsReadFromItsTextConfig) {
-  const ModelConfig c = parse(gemma3());
+  const ModelConfig c = parse(gemma3_config());
   EXPECT_EQ(c.model_type, "gemma3_text");
   EXPECT_EQ(dims_of(c), (std::vector<std::int64_t>{2560, 8, 4, 256, 256, 34, 262208, 131072}));
   EXPECT_FLOAT_EQ(c.gqa.sm_scale, 0.0625f);
@@ -292,12 +207,12 @@ TEST(GqaConfig, GemmaWithVisionIsReadFromItsTextConfig) {
 }
 
 TEST(GqaConfig, GemmaWithoutVisionMeansTheSameInEveryForm) {
-  const ModelConfig c = parse(gemma3_text());
+  const ModelConfig c = parse(gemma3_text_config());
   EXPECT_EQ(dims_of(c), (std::vector<std::int64_t>{1152, 4, 1, 256, 256, 26, 262144, 32768}));
   EXPECT_EQ(c.groups[0].variant.window_left, 511);
   EXPECT_EQ(c.groups[0].variant.soft_cap, 0.f);
 
-  const ModelConfig newer = changed(gemma3_text(), [](json& j) {
+  const ModelConfig newer = changed(gemma3_text_config(), [](json& j) {
     for (const char* key :
          {"rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern"}) {
       j.erase(key);
@@ -324,7 +239,7 @@ TEST(GqaConfig, GemmaWithoutVisionMeansTheSameInEveryForm) {
   for (std::size_t i = 0; i < 26; ++i) EXPECT_EQ(newer.layer_group[i], i % 3 == 0 ? 0 : 1);
 
   // Left out, each part has its published value.
-  const ModelConfig bare = changed(gemma3_text(), [](json& j) {
+  const ModelConfig bare = changed(gemma3_text_config(), [](json& j) {
     for (const char* key : {"rope_theta", "rope_scaling", "rope_local_base_freq"}) j.erase(key);
     j["rope_parameters"] = {{"full_attention", {{"rope_type", "default"}}}};
   });
@@ -342,7 +257,8 @@ TEST(GqaConfig, EveryNeededFieldIsMissedByName) {
       {"qwen2", {}},
       {"qwen3", {"head_dim"}},
       {"mistral", {"sliding_window"}}};
-  for (const json& config : {gpt_oss(), llama_3_1(), qwen2(), qwen3(), mistral()}) {
+  for (const json& config :
+       {gpt_oss_config(), llama_3_1_config(), qwen2_config(), qwen3_config(), mistral_config()}) {
     std::vector<const char*> keys = common;
     const auto& more = others.at(config["model_type"]);
     keys.insert(keys.end(), more.begin(), more.end());
@@ -353,15 +269,15 @@ TEST(GqaConfig, EveryNeededFieldIsMissedByName) {
     }
   }
   for (const char* key : {"hidden_size", "num_hidden_layers"}) {
-    EXPECT_TRUE(mentions(
-        refused(ErrorCode::corrupt_file, gemma3(), [&](json& j) { j["text_config"].erase(key); }),
-        {"c.json", "text_config.", key, "missing"}));
+    EXPECT_TRUE(mentions(refused(ErrorCode::corrupt_file, gemma3_config(),
+                                 [&](json& j) { j["text_config"].erase(key); }),
+                         {"c.json", "text_config.", key, "missing"}));
   }
-  EXPECT_TRUE(
-      mentions(refused(ErrorCode::corrupt_file, gemma3(), [](json& j) { j.erase("text_config"); }),
-               {"text_config", "missing"}));
+  EXPECT_TRUE(mentions(
+      refused(ErrorCode::corrupt_file, gemma3_config(), [](json& j) { j.erase("text_config"); }),
+      {"text_config", "missing"}));
   for (const char* key : {"sliding_window", "max_window_layers"}) {
-    EXPECT_TRUE(mentions(refused(ErrorCode::corrupt_file, qwen2(),
+    EXPECT_TRUE(mentions(refused(ErrorCode::corrupt_file, qwen2_config(),
                                  [&](json& j) {
                                    j["use_sliding_window"] = true;
                                    j.erase(key);
@@ -370,7 +286,7 @@ TEST(GqaConfig, EveryNeededFieldIsMissedByName) {
   }
   for (const char* key :
        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}) {
-    EXPECT_TRUE(mentions(refused(ErrorCode::corrupt_file, llama_3_1(),
+    EXPECT_TRUE(mentions(refused(ErrorCode::corrupt_file, llama_3_1_config(),
                                  [&](json& j) { j["rope_scaling"].erase(key); }),
                          {"rope_scaling", key, "missing"}));
   }
@@ -384,30 +300,34 @@ TEST(GqaConfig, WrongTypesAndValuesAreRefusedByName) {
        {"hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
         "num_hidden_layers", "vocab_size", "max_position_embeddings", "sliding_window"}) {
     for (const json& value : {json(-1), json(0), json(2.5), json("16"), json(1ll << 40)}) {
-      EXPECT_TRUE(mentions(wrong(gpt_oss(), key, value), {"c.json", key, "integer"})) << value;
+      EXPECT_TRUE(mentions(wrong(gpt_oss_config(), key, value), {"c.json", key, "integer"}))
+          << value;
     }
   }
-  EXPECT_TRUE(mentions(wrong(llama_3_1(), "num_key_value_heads", 5),
+  EXPECT_TRUE(mentions(wrong(llama_3_1_config(), "num_key_value_heads", 5),
                        {"num_key_value_heads is 5", "divide", "32"}));
-  EXPECT_TRUE(mentions(wrong(llama_3_1(), "num_hidden_layers", 1 << 20), {"num_hidden_layers"}));
-  EXPECT_TRUE(mentions(wrong(llama_3_1(), "hidden_size", 4097), {"head_dim", "4097", "32"}));
-  EXPECT_TRUE(mentions(wrong(qwen3(), "head_dim", 65), {"head_dim is 65", "even"}));
-  EXPECT_TRUE(mentions(wrong(qwen2(), "use_sliding_window", 1), {"use_sliding_window"}));
-  EXPECT_TRUE(mentions(wrong(gpt_oss(), "layer_types", "full_attention"), {"layer_types", "list"}));
-  EXPECT_TRUE(mentions(wrong(gpt_oss(), "layer_types", {"full_attention"}),
+  EXPECT_TRUE(
+      mentions(wrong(llama_3_1_config(), "num_hidden_layers", 1 << 20), {"num_hidden_layers"}));
+  EXPECT_TRUE(mentions(wrong(llama_3_1_config(), "hidden_size", 4097), {"head_dim", "4097", "32"}));
+  EXPECT_TRUE(mentions(wrong(qwen3_config(), "head_dim", 65), {"head_dim is 65", "even"}));
+  EXPECT_TRUE(mentions(wrong(qwen2_config(), "use_sliding_window", 1), {"use_sliding_window"}));
+  EXPECT_TRUE(
+      mentions(wrong(gpt_oss_config(), "layer_types", "full_attention"), {"layer_types", "list"}));
+  EXPECT_TRUE(mentions(wrong(gpt_oss_config(), "layer_types", {"full_attention"}),
                        {"layer_types has 1 entries", "24"}));
-  EXPECT_TRUE(mentions(wrong(gpt_oss(), "initial_context_length", 8192),
+  EXPECT_TRUE(mentions(wrong(gpt_oss_config(), "initial_context_length", 8192),
                        {"initial_context_length is 8192", "4096"}));
   EXPECT_TRUE(
-      mentions(wrong(gemma3_text(), "query_pre_attn_scalar", 0), {"query_pre_attn_scalar"}));
-  EXPECT_TRUE(mentions(wrong(gemma3_text(), "rope_local_base_freq", 1), {"rope_local_base_freq"}));
+      mentions(wrong(gemma3_text_config(), "query_pre_attn_scalar", 0), {"query_pre_attn_scalar"}));
   EXPECT_TRUE(
-      mentions(wrong(gemma3_text(), "sliding_window_pattern", 0), {"sliding_window_pattern"}));
-  EXPECT_TRUE(mentions(wrong(gemma3(), "text_config", 3), {"text_config", "object"}));
-  EXPECT_TRUE(mentions(refused(ErrorCode::corrupt_file, llama_3_1(),
+      mentions(wrong(gemma3_text_config(), "rope_local_base_freq", 1), {"rope_local_base_freq"}));
+  EXPECT_TRUE(mentions(wrong(gemma3_text_config(), "sliding_window_pattern", 0),
+                       {"sliding_window_pattern"}));
+  EXPECT_TRUE(mentions(wrong(gemma3_config(), "text_config", 3), {"text_config", "object"}));
+  EXPECT_TRUE(mentions(refused(ErrorCode::corrupt_file, llama_3_1_config(),
                                [](json& j) { j["rope_scaling"]["high_freq_factor"] = 1.0; }),
                        {"rope_scaling.high_freq_factor is 1", "low_freq_factor"}));
-  EXPECT_TRUE(mentions(refused(ErrorCode::corrupt_file, gemma3_text(),
+  EXPECT_TRUE(mentions(refused(ErrorCode::corrupt_file, gemma3_text_config(),
                                [](json& j) {
                                  j["rope_scaling"] = {{"rope_type", "linear"}, {"factor", 8}};
                                  j["rope_parameters"] = json::object();
@@ -419,7 +339,8 @@ TEST(GqaConfig, WhatIsNotSupportedIsRefusedByName) {
   auto unsupported = [](const json& config, const char* key, const json& value) {
     return refused(ErrorCode::unsupported, config, [&](json& j) { j[key] = value; });
   };
-  for (const json& config : {gpt_oss(), llama_3_1(), qwen2(), qwen3(), mistral(), gemma3_text()}) {
+  for (const json& config : {gpt_oss_config(), llama_3_1_config(), qwen2_config(), qwen3_config(),
+                             mistral_config(), gemma3_text_config()}) {
     for (const char* key : {"attention_chunk_size", "dual_chunk_attention_config", "use_mrope",
                             "clip_qkv", "no_rope_layers", "attention_multiplier",
                             "use_bidirectional_attention", "partial_rotary_factor"}) {
@@ -435,34 +356,41 @@ TEST(GqaConfig, WhatIsNotSupportedIsRefusedByName) {
                              {{"quant_method", "gptq"}, {"modules_to_not_convert", {"lm_head"}}}),
                  {"quantization_config", "gptq"}));
   }
-  for (const json& config : {gpt_oss(), llama_3_1(), qwen2(), qwen3(), mistral()}) {
+  for (const json& config :
+       {gpt_oss_config(), llama_3_1_config(), qwen2_config(), qwen3_config(), mistral_config()}) {
     for (const char* key : {"attn_logit_softcapping", "query_pre_attn_scalar",
                             "sliding_window_pattern", "rope_local_base_freq"}) {
       EXPECT_TRUE(mentions(unsupported(config, key, 50), {key})) << config["model_type"];
     }
   }
-  EXPECT_TRUE(mentions(unsupported(llama_3_1(), "sliding_window", 4096), {"sliding_window"}));
-  EXPECT_TRUE(mentions(unsupported(llama_3_1(), "layer_types", repeated(32, "sliding_attention")),
-                       {"layer_types", "full_attention"}));
-  EXPECT_TRUE(mentions(unsupported(mistral(), "layer_types", repeated(32, "full_attention")),
-                       {"layer_types", "sliding_attention"}));
-  EXPECT_TRUE(mentions(unsupported(qwen2(), "layer_types", repeated(28, "sliding_attention")),
-                       {"layer_types", "full_attention"}));
-  EXPECT_TRUE(mentions(unsupported(qwen2(), "attention_bias", false), {"attention_bias", "true"}));
   EXPECT_TRUE(
-      mentions(unsupported(mistral(), "attention_bias", true), {"attention_bias", "false"}));
-  EXPECT_TRUE(mentions(unsupported(mistral(), "use_sliding_window", true), {"use_sliding_window"}));
-  EXPECT_TRUE(mentions(unsupported(gpt_oss(), "rope_ntk_alpha", 1), {"rope_ntk_alpha"}));
-  EXPECT_TRUE(mentions(unsupported(gpt_oss(), "model_type", "gemma2"), {"gemma2", "gpt_oss"}));
-  EXPECT_TRUE(mentions(refused(ErrorCode::unsupported, gemma3(),
+      mentions(unsupported(llama_3_1_config(), "sliding_window", 4096), {"sliding_window"}));
+  EXPECT_TRUE(
+      mentions(unsupported(llama_3_1_config(), "layer_types", repeated(32, "sliding_attention")),
+               {"layer_types", "full_attention"}));
+  EXPECT_TRUE(mentions(unsupported(mistral_config(), "layer_types", repeated(32, "full_attention")),
+                       {"layer_types", "sliding_attention"}));
+  EXPECT_TRUE(
+      mentions(unsupported(qwen2_config(), "layer_types", repeated(28, "sliding_attention")),
+               {"layer_types", "full_attention"}));
+  EXPECT_TRUE(
+      mentions(unsupported(qwen2_config(), "attention_bias", false), {"attention_bias", "true"}));
+  EXPECT_TRUE(
+      mentions(unsupported(mistral_config(), "attention_bias", true), {"attention_bias", "false"}));
+  EXPECT_TRUE(
+      mentions(unsupported(mistral_config(), "use_sliding_window", true), {"use_sliding_window"}));
+  EXPECT_TRUE(mentions(unsupported(gpt_oss_config(), "rope_ntk_alpha", 1), {"rope_ntk_alpha"}));
+  EXPECT_TRUE(
+      mentions(unsupported(gpt_oss_config(), "model_type", "gemma2"), {"gemma2", "gpt_oss"}));
+  EXPECT_TRUE(mentions(refused(ErrorCode::unsupported, gemma3_config(),
                                [](json& j) { j["text_config"]["model_type"] = "llama"; }),
                        {"text_config.model_type", "llama"}));
-  EXPECT_TRUE(mentions(refused(ErrorCode::unsupported, gemma3_text(),
+  EXPECT_TRUE(mentions(refused(ErrorCode::unsupported, gemma3_text_config(),
                                [](json& j) {
                                  j["rope_parameters"] = {{"rope_type", "default"}};
                                }),
                        {"rope_parameters.rope_type"}));
-  EXPECT_TRUE(mentions(refused(ErrorCode::unsupported, llama_3_1(),
+  EXPECT_TRUE(mentions(refused(ErrorCode::unsupported, llama_3_1_config(),
                                [](json& j) { j["rope_scaling"]["truncate"] = true; }),
                        {"rope_scaling.truncate"}));
 }

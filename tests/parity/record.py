@@ -256,6 +256,7 @@ def main():
     directory = parser.parse_args().directory
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)  # Of these sizes threads only wait for each other.
     print(f"transformers {transformers.__version__}, torch {torch.__version__}")
     names = []
     for seed, (name, config, model_class, dtype, options) in enumerate(models()):
