@@ -1,7 +1,7 @@
 // Checks MLA decode against a float64 reference, then times it: one graph of 20 calls over copies
 // of the cache that together exceed twice the L2; time / 20; median of the replays.
 //
-//   mla_decode_bench [--check] [--time] [--sweep] [--json FILE] [--commit ID]
+//   mla_decode_bench [--check] [--time] [--sweep] [--only NAME] [--json FILE] [--commit ID]
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -142,6 +142,32 @@ void run_checks() {
   for (const std::int64_t block : {1, 2, 3, 48, 61, 128, 256}) {
     check_case({"block " + std::to_string(block), 16, {1, 1}, {333, 130}, block, bf16, bf16},
                ++seed);
+  }
+  {
+    CaseShape c{"windows", 16, {1, 1, 3, 1}, {900, 40, 200, 128}, 32, bf16, bf16};
+    for (const std::int32_t window : {0, 1, 63, 64, 127, 500}) {
+      c.name = "window " + std::to_string(window);
+      c.window_left = window;
+      check_case(c, ++seed);
+    }
+    c.name = "window, sinks, not causal";
+    c.causal = false;
+    c.with_sinks = true;
+    c.window_left = 70;
+    check_case(c, ++seed);
+  }
+  {
+    CaseShape c{"sinks", 40, {1, 3, 1}, {900, 700, 0}, 64, bf16, f32};
+    c.with_sinks = true;
+    check_case(c, ++seed);
+  }
+  {
+    CaseShape c{"NaN that the last query token alone sees", 24, {5, 1, 2}, {300, 77, 65}, 64};
+    c.last_key_nan = true;
+    check_case(c, ++seed);
+    c.type = c.out_type = f16;
+    c.window_left = 20;
+    check_case(c, ++seed);
   }
   CaseShape many{"many requests", 16};
   std::mt19937 random(5);
@@ -299,7 +325,8 @@ void print(const Timing& t, const char* mark) {
   std::fflush(stdout);
 }
 
-void run_timings(bool sweep, double seconds, const char* json, const char* commit) {
+void run_timings(bool sweep, const std::string& only, double seconds, const char* json,
+                 const char* commit) {
   const TimedShape shapes[] = {{1, 16, 4096, 1},   {1, 16, 32768, 1},  {1, 128, 32768, 1},
                                {8, 16, 8192, 1},   {128, 16, 8192, 1}, {128, 128, 8192, 1},
                                {1, 128, 4096, 1},  {32, 16, 8192, 1},  {32, 128, 8192, 1},
@@ -309,6 +336,7 @@ void run_timings(bool sweep, double seconds, const char* json, const char* commi
     std::string name = "mla_decode_bf16_b" + std::to_string(s.batch) + "_h" +
                        std::to_string(s.heads) + "_kv" + std::to_string(s.kv);
     if (s.query_len > 1) name += "_q" + std::to_string(s.query_len);
+    if (name.find(only) == std::string::npos) continue;
     TimedCase c(s);
     MlaDecodeGeometry best;
     check_cuda(mla_decode_sm90_geometry(c.params(), &best), "geometry");
@@ -319,9 +347,9 @@ void run_timings(bool sweep, double seconds, const char* json, const char* commi
       MlaDecodeGeometry g = best;
       g.splits_per_group = splits;
       const int cluster = splits * g.row_tiles_per_group;
-      for (const int blocks : {132, 128, 120, 112, 96, 64}) {
+      for (const int blocks : {132, 128, 120, 112, 96, 80, 64, 32, 16}) {
+        if (blocks < cluster) continue;
         g.num_groups = blocks / cluster;
-        if (cluster < 16 && blocks != 132 && blocks != 128) continue;
         if (splits == best.splits_per_group && g.num_groups == best.num_groups) continue;
         print(c.time(name, g, seconds / 2), "sweep");
       }
@@ -354,16 +382,18 @@ int main(int argc, char** argv) {
   double seconds = 0.3;
   const char* json = nullptr;
   const char* commit = "";
+  std::string only;
   for (int i = 1; i < argc; ++i) {
     const std::string option = argv[i];
     if (option == "--check") check = true;
     if (option == "--time") time = true;
     if (option == "--sweep") time = sweep = true;
+    if (option == "--only" && i + 1 < argc) only = argv[++i];
     if (option == "--json" && i + 1 < argc) json = argv[++i];
     if (option == "--commit" && i + 1 < argc) commit = argv[++i];
     if (option == "--seconds" && i + 1 < argc) seconds = std::atof(argv[++i]);
   }
   if (check) fovea::cuda::test::run_checks();
-  if (time) fovea::cuda::test::run_timings(sweep, seconds, json, commit);
+  if (time) fovea::cuda::test::run_timings(sweep, only, seconds, json, commit);
   return fovea::cuda::test::failures == 0 ? 0 : 1;
 }

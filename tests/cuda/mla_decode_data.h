@@ -106,6 +106,9 @@ struct CaseShape {
   std::int32_t unused_tokens = 0;  ///< Rows past the last request.
   std::int64_t row_gap = 0;        ///< Elements between cache rows.
   float spread = 1.f;              ///< Of the queries: large ones make one key win.
+  std::int32_t window_left = -1;
+  bool with_sinks = false;    ///< Of all sizes, infinite ones among them.
+  bool last_key_nan = false;  ///< Of each request with several query tokens: earlier ones are clean.
 };
 
 constexpr int kLatent = 512;
@@ -122,7 +125,8 @@ struct Case {
   DeviceArray<std::uint16_t> d_query, d_cache;
   DeviceArray<std::int32_t> d_starts, d_lens, d_table;
   DeviceArray<std::uint8_t> d_out;
-  DeviceArray<float> d_lse;
+  DeviceArray<float> d_lse, d_sinks;
+  std::vector<float> sinks;
   MlaDecodeParams params;
 
   static constexpr std::int64_t kOutHead = kLatent + 8;
@@ -162,7 +166,14 @@ struct Case {
         if (k % shape.block_size == 0) id = ids[next++];
         std::uint16_t* row = &cache[(id * shape.block_size + k % shape.block_size) * row_stride];
         for (int d = 0; d < kRow; ++d) row[d] = encode(shape.type, normal(random));
+        if (shape.last_key_nan && shape.query_lens[r] > 1 && k + 1 == shape.seq_lens[r]) {
+          row[random() % kRow] = 0xffff;
+        }
       }
+    }
+    for (std::int32_t head = 0; head < shape.heads; ++head) {
+      constexpr float kSinks[] = {0.f, -INFINITY, 3.f, INFINITY, -50.f, 100.f, 0.5f};
+      sinks.push_back(kSinks[random() % 7]);
     }
     upload();
   }
@@ -206,6 +217,9 @@ struct Case {
     p.lse_token_stride = 1;
     p.sm_scale = 1.f / std::sqrt(192.f);
     p.causal = shape.causal;
+    p.window_left = shape.window_left;
+    d_sinks = DeviceArray<float>(sinks);
+    p.sinks = shape.with_sinks ? d_sinks.data() : nullptr;
   }
 };
 
@@ -222,8 +236,9 @@ inline void reference_row(const Case& c, std::int32_t token, std::int32_t head, 
   std::fill_n(out, kLatent, 0.0);
   lse = -INFINITY;
   if (r == s.seq_lens.size()) return;
-  const std::int32_t visible =
-      s.causal ? s.seq_lens[r] - (c.starts[r + 1] - token) + 1 : s.seq_lens[r];
+  const std::int32_t position = s.seq_lens[r] - (c.starts[r + 1] - token);
+  const std::int32_t visible = s.causal ? position + 1 : s.seq_lens[r];
+  const std::int32_t first = s.window_left < 0 ? 0 : std::max(0, position - s.window_left);
   std::vector<double> q(kRow), score(std::max(visible, 0));
   const std::size_t q_at = (std::size_t{1} * token * s.heads + head) * kRow;
   for (int d = 0; d < kRow; ++d) q[d] = decode(s.type, c.query.data(), q_at + d);
@@ -232,22 +247,23 @@ inline void reference_row(const Case& c, std::int32_t token, std::int32_t head, 
     return (id * s.block_size + k % s.block_size) * c.row_stride;
   };
   double max = -INFINITY;
-  for (std::int32_t k = 0; k < visible; ++k) {
+  for (std::int32_t k = first; k < visible; ++k) {
     double dot = 0;
     const std::int64_t at = row_at(k);
     for (int d = 0; d < kRow; ++d) dot += q[d] * decode(s.type, c.cache.data(), at + d);
     score[k] = dot * static_cast<double>(c.params.sm_scale);
     max = std::max(max, score[k]);
   }
-  if (visible <= 0) return;
+  if (visible <= first) return;
   double sum = 0;
-  for (std::int32_t k = 0; k < visible; ++k) {
+  for (std::int32_t k = first; k < visible; ++k) {
     const double w = std::exp(score[k] - max);
     sum += w;
     const std::int64_t at = row_at(k);
     for (int d = 0; d < kLatent; ++d) out[d] += w * decode(s.type, c.cache.data(), at + d);
   }
-  for (int d = 0; d < kLatent; ++d) out[d] /= sum;
+  const double sink = s.with_sinks ? std::exp(c.sinks[head] - max) : 0;
+  for (int d = 0; d < kLatent; ++d) out[d] /= sum + sink;
   lse = max + std::log(sum);
 }
 
@@ -293,6 +309,7 @@ inline bool matches(const Case& c, const Reference& ref, const std::string& what
     for (int d = 0; d < kLatent; ++d) {
       const double want = ref.out[row * kLatent + d];
       const double got = decode(c.shape.out_type, out.data(), row * Case::kOutHead + d);
+      if (std::isnan(want) && std::isnan(got)) continue;
       const double error = std::abs(got - want) / (unit * (2 * std::abs(want) + 3 * rms) + 1e-12);
       if (!(error <= worst)) {
         worst = std::isnan(error) ? INFINITY : error;
@@ -308,7 +325,8 @@ inline bool matches(const Case& c, const Reference& ref, const std::string& what
     const double want = ref.lse[head * c.tokens + token];
     if (c.shape.with_lse) {
       const double got = lse[head * c.tokens + token];
-      const double error = std::isinf(want) ? (got == want ? 0 : INFINITY)
+      const double error = std::isnan(want)   ? (std::isnan(got) ? 0 : INFINITY)
+                           : std::isinf(want) ? (got == want ? 0 : INFINITY)
                                             : std::abs(got - want) / (1 + std::abs(want));
       if (!(error <= 1e-5)) ++bad_lse;
       if (!(error <= worst_lse)) worst_lse = error;

@@ -42,14 +42,24 @@ __host__ __device__ constexpr int position_of(int channel_chunk) {
              : 1 + channel_chunk % kChunksPerOutput * 2 + channel_chunk / kChunksPerOutput;
 }
 
+/// What a block does for one job of its group.
+struct Job {
+  std::int32_t seq_len, query_begin, query_len;
+  std::int32_t first_row;              ///< Of the block's row tile, among the request's rows.
+  std::int32_t num_rows;               ///< Rows of the tile that exist; may be 0.
+  std::int32_t tile_begin, tile_end;   ///< Key tiles of this block.
+  std::int32_t first_unit, num_units;  ///< Of the whole job.
+  bool whole;                          ///< The group covers all keys of the job.
+  std::int32_t slot;                   ///< Of the partial result, otherwise.
+};
+
 /// Shared memory of one block. Operand tiles come first: they are 1024-byte aligned.
 template <int kRows>
 struct SharedMemory {
   /// As many chunks as fit in 227 KB beside the rest.
   static constexpr int kSlots = kRows == 64 ? 18 : kRows == 32 ? 23 : 25;
 
-  std::uint8_t ring[kSlots][kChunkBytes];  ///< Chunks on their way; at the end of a job of a
-                                           ///< cluster, its output [512 x rows] f32 in fragments.
+  std::uint8_t ring[kSlots][kChunkBytes];  ///< Chunks on their way.
   std::uint8_t q[kChunks][kRows * 128];
   std::uint8_t p[kRows * 128];  ///< P^T [rows][64 keys]
   float message[2][kRows];  ///< With P: [0] factors of the output. At the end: max (log2) and sum.
@@ -58,7 +68,9 @@ struct SharedMemory {
   std::uint64_t empty[kSlots];
   std::uint64_t p_full;
   std::uint64_t p_empty;
+  std::uint64_t exchanged;  ///< The results of all blocks of the cluster's row tile are in memory.
   std::uint8_t query_of_row[kRows];  ///< Its query token less the first row's.
+  Job job;  ///< Of the output warpgroups, whose registers are full.
   std::int32_t rescale;       ///< Some factor of the message is not 1.
   std::int32_t last_arriver;  ///< This block merges.
 };
@@ -71,17 +83,8 @@ struct KernelParams {
   std::uint32_t* counters;   ///< [2 num_groups][row_tiles_per_group][splits_per_group]
   float* partial_stats;      ///< The same, then [2][rows].
   float* partial_out;        ///< [2 num_groups][row_tiles_per_group][512 * rows] in fragments.
-};
-
-/// What a block does for one job of its group.
-struct Job {
-  std::int32_t seq_len, query_begin, query_len;
-  std::int32_t first_row;              ///< Of the block's row tile, among the request's rows.
-  std::int32_t num_rows;               ///< Rows of the tile that exist; may be 0.
-  std::int32_t tile_begin, tile_end;   ///< Key tiles of this block.
-  std::int32_t first_unit, num_units;  ///< Of the whole job.
-  bool whole;                          ///< The group covers all keys of the job.
-  std::int32_t slot;                   ///< Of the partial result, otherwise.
+  float* exchange_stats;     ///< Results of single blocks of clusters, in turn: [2][blocks][2][rows]
+  float* exchange_out;       ///< and [2][blocks][512 * rows] in fragments.
 };
 
 /// Walks the jobs of a group; every role of a block walks the same list.
@@ -91,7 +94,7 @@ class JobWalk {
                      std::int32_t row_tile, std::int32_t split)
       : k_(k), group_(group), rows_(rows), row_tile_(row_tile), split_(split) {
     const int4* words = reinterpret_cast<const int4*>(k.ranges + group);
-    const int4 a = __ldg(words), b = __ldg(words + 1), c = __ldg(words + 2);
+    const int4 a = __ldcg(words), b = __ldcg(words + 1), c = __ldcg(words + 2);
     request_ = a.x, job_ = a.y, tile_ = a.z, units_left_ = a.w;
     first_unit_ = b.x, total_units_ = b.y, seq_len_ = b.z, query_begin_ = b.w;
     query_len_ = c.x, groups_ = c.y;

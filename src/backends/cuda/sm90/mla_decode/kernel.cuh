@@ -37,56 +37,62 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     ptx::mbarrier_init(ptx::shared_address(&s.p_full), 128);
     ptx::mbarrier_init(ptx::shared_address(&s.p_empty), kOutputThreads / 32);
+    ptx::mbarrier_init(ptx::shared_address(&s.exchanged), splits);
     ptx::mbarrier_init_fence();
   }
-  __syncthreads();
-  // All above may run while the kernel before still does; nothing that it wrote is read above.
-  ptx::wait_for_previous_kernel();
-  ptx::let_next_kernel_start();
+  if (splits > 1) {  // The others' barriers are arrived at.
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  } else {
+    __syncthreads();
+  }
+  // Until each role waits for it, the kernel before may still run. The schedule and what it was made
+  // from are older than that kernel; all else is touched after the wait.
   JobWalk walk(k, group, kRows, row_tile, split);
   Job job;
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   RingPosition<kSlots> ring;
   std::uint32_t message = 0;
-  // Blocks of a cluster meet twice at the end of each job: outputs are there, outputs are read.
-  const auto meet_cluster_twice = [&] {
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
-  };
   if (warp < 4 * kOutputWarpgroups) {
-    ptx::take_registers<168>();
+    ptx::take_registers<176>();
     const Partials<kRows> partials{k, row_tile, split};
     OutputFragment<kRows> out;
+    std::uint32_t turn = 0;
+    ptx::wait_for_previous_kernel();
     while (walk.next(job)) {
-      accumulate_tiles<T, kRows>(job, s, ring, message, out);
+      ptx::named_barrier(kOutputBarrier, kOutputThreads);  // The job before is not read any more.
+      if (threadIdx.x == 0) s.job = job;
+      ptx::named_barrier(kOutputBarrier, kOutputThreads);
+      accumulate_tiles<T, kRows>(job.tile_end - job.tile_begin, s, ring, message, out);
       if (splits == 1) {
-        finish_alone<T, kRows>(k, job, walk, partials, s, out);
+        finish_alone<T, kRows>(k, s.job, walk, partials, s, out);
       } else {
-        finish_in_cluster<T, kRows>(k, job, walk, partials, s, out);
+        finish_in_cluster<T, kRows>(k, s.job, walk, partials, s, out, turn++);
       }
     }
   } else if (warp < 4 * kOutputWarpgroups + 4) {
-    ptx::take_registers<136>();
+    ptx::give_registers<120>();
     while (walk.next(job)) {
+      ptx::wait_for_previous_kernel();
       load_query<T, kRows>(k, job, s);
       ptx::fence_async_proxy();
       ptx::named_barrier(kScoreBarrier, 128);
       score_tiles<T, kRows>(k, job, s, ring, message);
-      if (splits > 1) meet_cluster_twice();
     }
   } else {
     ptx::give_registers<40>();
     const int loader = warp - (4 * kOutputWarpgroups + 4);
-    if (loader == 1) clear_unused_rows(k.op, blockIdx.x, gridDim.x);
+    if (loader == 1) {
+      ptx::wait_for_previous_kernel();
+      ptx::let_next_kernel_start();
+      clear_unused_rows(k.op, blockIdx.x, gridDim.x);
+    }
     // Rows that one block alone reads leave L2 first.
     const std::uint64_t policy = ptx::make_l2_policy(row_tiles == 1 ? ptx::L2Policy::evict_first
                                                                     : ptx::L2Policy::evict_normal);
     while (walk.next(job)) {
       if (loader == 0) load_tiles<kRows>(k, &map, job, walk.request(), s, ring, policy);
-      if (splits > 1) meet_cluster_twice();
     }
   }
 }

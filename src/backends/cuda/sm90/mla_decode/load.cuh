@@ -21,6 +21,7 @@ __device__ void load_tiles(const KernelParams& k, const CUtensorMap* map, const 
     return exists ? __ldg(blocks + static_cast<std::uint32_t>(key) / block_size) : 0;
   };
   std::int32_t block[2] = {block_of(job.tile_begin, lane), block_of(job.tile_begin, lane + 32)};
+  ptx::wait_for_previous_kernel();  // It may have written rows, but not the table.
   for (std::int32_t tile = job.tile_begin; tile < job.tile_end; ++tile) {
     // Asked for one tile ahead: the answer is here before the ring has room again.
     const std::int32_t next[2] = {block_of(tile + 1, lane), block_of(tile + 1, lane + 32)};

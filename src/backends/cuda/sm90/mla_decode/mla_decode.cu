@@ -15,7 +15,7 @@ std::size_t aligned(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 /// Where the parts of a workspace lie, in bytes from its start.
 struct WorkspaceLayout {
-  std::size_t counters, stats, out, bytes;
+  std::size_t counters, stats, out, exchange_stats, exchange_out, bytes;
   std::int32_t num_counters;
 
   explicit WorkspaceLayout(const MlaDecodeGeometry& g) {
@@ -25,7 +25,10 @@ struct WorkspaceLayout {
     counters = aligned(sizeof(mla::GroupRange) * g.num_groups);
     stats = counters + aligned(slices * sizeof(std::uint32_t));
     out = stats + aligned(slices * 2 * g.rows * sizeof(float));
-    bytes = out + parts * mla::kLatent * g.rows * sizeof(float);
+    exchange_stats = out + parts * mla::kLatent * g.rows * sizeof(float);
+    const std::size_t exchanged = g.splits_per_group > 1 ? slices : 0;
+    exchange_out = exchange_stats + aligned(exchanged * 2 * g.rows * sizeof(float));
+    bytes = exchange_out + exchanged * mla::kLatent * g.rows * sizeof(float);
   }
 };
 
@@ -174,33 +177,28 @@ cudaError_t mla_decode_sm90_geometry(const MlaDecodeParams& p, MlaDecodeGeometry
   status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (status != cudaSuccess) return status;
 
-  // The largest cluster that still leaves a group to every job: merging on the chip is cheaper than
-  // through memory, but a cluster takes one job at a time.
-  const std::int64_t jobs_per_request =
-      (rows + g.rows * g.row_tiles_per_group - 1) / (g.rows * g.row_tiles_per_group);
+  // The largest cluster of which a whole number per job fits and uses most of the device: merging
+  // inside a cluster is cheaper than between clusters, but a cluster takes one job at a time, and
+  // jobs of one length are best cut alike.
+  const std::int64_t rows_per_job = std::int64_t{g.rows} * g.row_tiles_per_group;
+  const std::int64_t jobs_per_request = (rows + rows_per_job - 1) / rows_per_job;
   const std::int64_t jobs = std::max<std::int64_t>(p.num_requests, 1) * jobs_per_request;
-  g.splits_per_group = mla::kMaxSplits / g.row_tiles_per_group;
-  // Many jobs: two groups each, in smaller clusters, which leave fewer multiprocessors unused.
-  const std::int64_t wanted_groups = jobs > 16 ? 2 * jobs : jobs;
-  while (g.splits_per_group > 1 &&
-         multiprocessors / (g.splits_per_group * g.row_tiles_per_group) < wanted_groups) {
-    g.splits_per_group /= 2;
-  }
   const Kernel kernel = kernel_of(p.query_type, g.rows);
   status = prepare(kernel, g.rows);
   if (status != cudaSuccess) return status;
-  for (;; g.splits_per_group /= 2) {
+  for (g.splits_per_group = mla::kMaxSplits / g.row_tiles_per_group;; g.splits_per_group /= 2) {
     Launch launch(g, nullptr);
     int clusters = 0;
     status = cudaOccupancyMaxActiveClusters(&clusters, reinterpret_cast<const void*>(kernel),
                                             &launch.config);
     if (status != cudaSuccess) return status;
     g.num_groups = std::max(clusters, 1);
-    if (clusters > 0 || g.splits_per_group == 1) break;
+    if (clusters > jobs) g.num_groups -= static_cast<int>(clusters % jobs);
+    const int blocks = g.num_groups * g.splits_per_group * g.row_tiles_per_group;
+    if (clusters >= jobs && blocks * 10 >= multiprocessors * 7) break;
+    if (g.splits_per_group == 1) break;
   }
-  // A whole number of groups per job, so that jobs of one length are cut alike; and room for the
-  // next kernel's first cluster beside a lone short job's.
-  if (jobs > 16 && g.num_groups > jobs) g.num_groups -= static_cast<int>(g.num_groups % jobs);
+  // Room for the next kernel's first cluster beside a lone short job's.
   if (jobs == 1 && g.rows == 16 && g.num_groups > 4) g.num_groups -= 1;
   *geometry = g;
   return cudaSuccess;
@@ -240,7 +238,9 @@ cudaError_t mla_decode_sm90(const MlaDecodeParams& p, const MlaDecodeGeometry& g
                             reinterpret_cast<const mla::GroupRange*>(base),
                             reinterpret_cast<std::uint32_t*>(base + layout.counters),
                             reinterpret_cast<float*>(base + layout.stats),
-                            reinterpret_cast<float*>(base + layout.out)};
+                            reinterpret_cast<float*>(base + layout.out),
+                            reinterpret_cast<float*>(base + layout.exchange_stats),
+                            reinterpret_cast<float*>(base + layout.exchange_out)};
   const Launch launch(g, stream);
   return cudaLaunchKernelEx(&launch.config, kernel, params, map);
 }

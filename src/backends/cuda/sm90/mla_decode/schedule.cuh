@@ -187,6 +187,7 @@ __global__ void __launch_bounds__(kPlanThreads)
     jobs_before = total_jobs;
     __syncthreads();
   }
+  __threadfence();  // The kernel after this one may read the schedule before it waits for this one.
 }
 
 }  // namespace fovea::cuda::mla

@@ -96,9 +96,6 @@ template <typename T, int kRows>
 struct Scores {
   using Ring = RingPosition<SharedMemory<kRows>::kSlots>;
   static constexpr int kBlocks = kRows / 8;  // Column blocks of the fragments.
-  /// S of the next tile is issued before the softmax of this one, if its keys are there. Pays where
-  /// products, not bytes, take the time.
-  static constexpr bool kAhead = kRows >= FOVEA_AHEAD;
 
   const KernelParams& k;
   const Job& job;
@@ -288,39 +285,16 @@ struct Scores {
     sum1 = sum1 * factor1 + sums.y;
   }
 
-  /// S of the current tile, in `score`, is complete.
-  __device__ __forceinline__ void finish(float (&score)[kRows / 2], std::int32_t tile) {
-    // The rope chunk is not needed any more.
-    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&s.empty[ring.slot]));
-    publish(score, tile);
-    ring.advance(kChunks);
-  }
-
   __device__ __forceinline__ void tiles() {
-    float score[kRows / 2];
-    std::int32_t tile = job.tile_begin;
-    if constexpr (kAhead) {
-      if (tile == job.tile_end) return;
+    for (std::int32_t tile = job.tile_begin; tile < job.tile_end; ++tile) {
+      float score[kRows / 2];
       issue(score, ring, tile);
       ptx::wgmma_wait<0>();
       ptx::pin(score);
-      for (; tile + 1 < job.tile_end; ++tile) {
-        float next[kRows / 2];
-        issue(next, ring.plus(kChunks), tile + 1);
-        finish(score, tile);
-        ptx::wgmma_wait<0>();
-        ptx::pin(next);
-#pragma unroll
-        for (int i = 0; i < kRows / 2; ++i) score[i] = next[i];
-      }
-      finish(score, tile);
-    } else {
-      for (; tile < job.tile_end; ++tile) {
-        issue(score, ring, tile);
-        ptx::wgmma_wait<0>();
-        ptx::pin(score);
-        finish(score, tile);
-      }
+      // The rope chunk is not needed any more.
+      if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&s.empty[ring.slot]));
+      publish(score, tile);
+      ring.advance(kChunks);
     }
   }
 
@@ -341,7 +315,9 @@ struct Scores {
         total.x += part.x;
         total.y += part.y;
       }
-      *reinterpret_cast<float2*>(&s.message[0][own_column]) = float2{max0, max1};
+      // The maximum passes over a NaN; a merge must not take its row for an empty one.
+      *reinterpret_cast<float2*>(&s.message[0][own_column]) =
+          float2{isnan(total.x) ? total.x : max0, isnan(total.y) ? total.y : max1};
       *reinterpret_cast<float2*>(&s.message[1][own_column]) = total;
     }
     ptx::named_barrier(kScoreBarrier, 128);  // The sums are read before the next job's maxima come.

@@ -75,19 +75,24 @@ __device__ __forceinline__ std::uint32_t cluster_address(std::uint32_t address,
   return mapped;
 }
 
-__device__ __forceinline__ float4 load_cluster_float4(std::uint32_t address) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
+/// Arrives at a barrier of another block of the cluster (an address from cluster_address). Orders
+/// all that this block did before its last barrier before all that the other does after its wait.
+__device__ __forceinline__ void mbarrier_arrive_cluster(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
                : "memory");
-  return v;
 }
 
-__device__ __forceinline__ float load_cluster_float(std::uint32_t address) {
-  float v;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
-  return v;
+/// As mbarrier_wait, for arrivals from the cluster.
+__device__ __forceinline__ void mbarrier_wait_cluster(std::uint32_t barrier, std::uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
 }
 
 /// Adds 1 and returns what was there before. Orders all that the block did before its last barrier
