@@ -115,7 +115,7 @@ TEST_P(LoraTest, MorePassesThanOneGiveTheSameRows) {
   Workspace workspace;
   workspace.reserve(lora.workspace_bytes(kTokens));
   const auto run = [&](std::int64_t begin, std::int64_t end) {
-    const Tensor out = Tensor::zeros(GetParam(), {end - begin, 8});
+    Tensor out = Tensor::zeros(GetParam(), {end - begin, 8});
     const Tensor ids = Tensor::zeros(DType::i32, {end - begin});
     lora({pool.get(), &workspace}, x.view().slice(0, begin, end), ids, out);
     return out;
