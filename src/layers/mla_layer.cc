@@ -351,12 +351,12 @@ void MlaLayer::reload(const MlaWeights& w) {
   FOVEA_CHECK(w.kv_a_proj.dtype == s.dtype, invalid_argument,
               "kv_a_proj is {}, but must be {} as when the layer was made", to_string(w.kv_a_proj),
               name_of(s.dtype));
+  s.attention.reload(w.kv_b_proj, w.kv_b_order, w.sinks);
   const FusedA a(s.dims, w);
   s.fused_a.reload(a.weight, a.bias);
   if (s.dims.q_lora_rank > 0) copy(w.q_a_layernorm, s.q_a_layernorm);
   copy(w.kv_a_layernorm, s.kv_a_layernorm);
   s.q_b_proj.reload(w.q_b_proj, {});
-  s.attention.reload(w.kv_b_proj, w.kv_b_order, w.sinks);
   s.o_proj.reload(w.o_proj, w.o_bias);
   if (!s.is_full()) return;
   const MlaUpProjections up = mla_up_projections(s.dims, w.kv_b_proj, w.kv_b_order);

@@ -48,6 +48,8 @@ void check_blocks(const char* layer, const BatchPlan& plan, const BlockTableView
   FOVEA_CHECK(table.requests >= requests, invalid_argument,
               "block_table has {} rows, but must have one for each of the plan's {} requests",
               table.requests, requests);
+  FOVEA_CHECK(table.data != nullptr || requests == 0, invalid_argument,
+              "block_table has no data, but must have rows of {} requests", requests);
   for (std::int32_t r = 0; r < plan.split.num_decodes; ++r) {
     check_request(layer, plan, plan.decode, r, table, cache);
   }

@@ -233,6 +233,16 @@ TEST(AttentionLayer, RowsWithoutAnAdapterKeepTheirBits) {
   }
 }
 
+TEST(AttentionLayer, AStepWithoutTokensWritesZeros) {
+  GqaWorld world({.shape = {.qk_norm = QkNorm::pre_rope, .adapters = 2}}, {20});
+  for (const std::vector<GqaExtend>& extends : {std::vector<GqaExtend>{}, {{0, 0}}}) {
+    GqaWorld::Step s = world.prepare(extends);
+    s.step.plan = &s.plan;
+    world.layer()(world.context(), *s.hidden, *s.out, s.step, world.cache());
+    EXPECT_EQ(test::to_doubles(*s.out), std::vector<double>(2 * 40, 0.0));
+  }
+}
+
 TEST(AttentionLayer, SkippedSlotsAreNotStored) {
   GqaWorld world({}, {20});
   GqaWorld::Step s = world.prepare({{0, 5}});

@@ -161,6 +161,8 @@ TEST_F(AttentionRefusal, TooFewRowsOrPositionsOrTableRows) {
   step_.step = good;
   step_.step.block_table.requests = 1;
   expect_refused("block_table has 1 rows");
+  step_.step.block_table = {nullptr, 2, 5, 5};
+  expect_refused("block_table has no data");
 }
 
 TEST_F(AttentionRefusal, BlockIdsSlotsAndPositionsOutOfRange) {

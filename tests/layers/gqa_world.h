@@ -23,7 +23,7 @@
 namespace fovea::test {
 
 struct GqaOptions {
-  GqaShape shape;
+  GqaShape shape = {};
   DType dtype = DType::f32;
   AttentionVariant variant = {};
   std::int64_t rope_dim = 16;  ///< 0: nothing turns.
@@ -192,7 +192,6 @@ class GqaWorld {
                options_.block_size +
            t % options_.block_size;
   }
-  /// What is stored of a token, [Hk * D] or [Hk * Dv].
   static TensorView stored_row(const PagedKvCache& cache, std::int64_t slot) {
     return TensorView::contiguous(cache.slot(slot), cache.format().dtype,
                                   {cache.format().row_elements});

@@ -122,8 +122,9 @@ TEST_P(LoraTest, MorePassesThanOneGiveTheSameRows) {
   };
   std::vector<double> parts = test::to_doubles(run(0, 48));
   for (double value : test::to_doubles(run(48, kTokens))) parts.push_back(value);
-  const double tolerance = 4 * test::unit_roundoff(GetParam()) + 1e-6;
-  EXPECT_TRUE(test::rows_close(parts, run(0, kTokens), {tolerance, 1e-6}));
+  // 40,000 additions of values around 1 round to some 1e-5.
+  EXPECT_TRUE(
+      test::rows_close(parts, run(0, kTokens), {4 * test::unit_roundoff(GetParam()), 1e-4}));
 }
 
 TEST_P(LoraTest, ReloadTakesNewValuesOfTheSameShapes) {
