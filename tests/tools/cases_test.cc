@@ -2,9 +2,11 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <bit>
 
 #include "backends/reference/backend.h"
 #include "cases/operands.h"
+#include "cases/rules.h"
 #include "cases/suites.h"
 #include "fovea/error.h"
 #include "fovea/runtime.h"
@@ -55,6 +57,15 @@ void spoiled_decode_lse(const OpContext& ctx, const MlaDecodeParams& params) {
   reference_backend().mla_decode[0].run(ctx, params);
   if (params.lse) spoil(params.lse);
 }
+void spoiled_gqa_append(const OpContext& ctx, const GqaAppendParams& params) {
+  reference_backend().gqa_append[0].run(ctx, params);
+  const std::int64_t slot = *params.slot_mapping.ptr<std::int64_t>({0});
+  spoil(TensorView::contiguous(params.v_cache->slot(slot), params.v_cache->format().dtype, {1}));
+}
+void spoiled_attention_decode(const OpContext& ctx, const AttentionDecodeParams& params) {
+  reference_backend().attention_decode[0].run(ctx, params);
+  spoil(params.out);
+}
 void spoiled_merge(const OpContext& ctx, const MergeStateParams& params) {
   reference_backend().merge_state[0].run(ctx, params);
   spoil(params.result.out);
@@ -79,6 +90,9 @@ struct SpoiledBackend {
       with_run(good.attention_prefill, spoiled_prefill_lse);
   Implementation<MlaDecodeParams> decode = with_run(good.mla_decode, spoiled_decode);
   Implementation<MlaDecodeParams> decode_lse = with_run(good.mla_decode, spoiled_decode_lse);
+  Implementation<GqaAppendParams> gqa_append = with_run(good.gqa_append, spoiled_gqa_append);
+  Implementation<AttentionDecodeParams> attention_decode =
+      with_run(good.attention_decode, spoiled_attention_decode);
   Implementation<MergeStateParams> merge = with_run(good.merge_state, spoiled_merge);
 };
 
@@ -116,6 +130,8 @@ TEST_P(EveryOp, PassesAndIsFoundOutWhenOneValueIsWrong) {
   backend.attention_prefill = {&spoiled.prefill, 1};
   backend.mla_decode = {&spoiled.decode, 1};
   backend.merge_state = {&spoiled.merge, 1};
+  backend.gqa_append = {&spoiled.gqa_append, 1};
+  backend.attention_decode = {&spoiled.attention_decode, 1};
   expect_spoiled(backend);
 }
 
@@ -127,6 +143,16 @@ INSTANTIATE_TEST_SUITE_P(
                       "attention_prefill f32 heads=4 kv_heads=2 tokens=5,3 qk=12 rope=4 v=6 pad=1",
                       "attention_prefill bf16 heads=2 tokens=5 keys=9 qk=8 v=6 causal=0",
                       "mla_decode f16 heads=3 kv=20,0,7 q=1,2,1 kv_lora_rank=8 rope=4 padding=2",
+                      "mla_decode f32 heads=2 kv=40 q=6 kv_lora_rank=8 rope=4 tree=fork window=9",
+                      "attention_decode f32 heads=6 kv_heads=2 qk=8 v=5 kv=70,9 q=2 window=20 "
+                      "sinks=1 soft_cap=9 block_size=4 pad=3",
+                      "attention_decode bf16 heads=4 kv_heads=4 qk=16 kv=50 q=7 tree=chain",
+                      "attention_prefill f32 heads=4 kv_heads=2 tokens=9 keys=50 qk=16 "
+                      "block_size=4 attention_chunk=12 sinks=1",
+                      "attention_prefill f16 heads=2 tokens=20 qk=8 v=8 window=5 soft_cap=7",
+                      "gqa_append f32 tokens=7 kv_heads=2 qk=6 v=4 rope=4 block_size=3 pad=1",
+                      "gqa_append bf16 tokens=7 kv_heads=2 qk=6 cache=f32",
+                      "merge_state f32 tokens=6 heads=2 dim=5 empty=30 sinks=1",
                       "merge_state f32 tokens=6 heads=2 dim=5 empty=30 alias=prefix",
                       "mla_layer f32 q=1,6 context=9,20 workspace_rows=16",
                       "mla_layer f32 q=1 context=30 q_lora_rank=8 absorption=full pairing=neox"));
@@ -164,22 +190,62 @@ TEST(Cases, BuiltInSuitesAreWellFormed) {
 
 TEST(Cases, RefuseWhatTheyDoNotUnderstand) {
   const Runtime runtime;
-  for (const char* text : {"rms_norm f32 tokens", "rms_norm f32 tokens=", "rms_norm f32 tokens=-1",
-                           "rms_norm f32 tokens=1 tokens=2", "rms_norm f32 rows=3", "softmax f32",
-                           "rope f32 pairing=odd", "mla_decode f32 kv=1,x"}) {
+  for (const char* text :
+       {"rms_norm f32 tokens", "rms_norm f32 tokens=", "rms_norm f32 tokens=-1",
+        "rms_norm f32 tokens=1 tokens=2", "rms_norm f32 rows=3", "softmax f32",
+        "rope f32 pairing=odd", "mla_decode f32 kv=1,x", "mla_decode f32 kv=9 q=3 tree=bush",
+        "attention_prefill f32 tokens=4 tree=chain", "attention_decode f32 kv=3 q=9 tree=chain",
+        "attention_decode f32 kv=9 causal=0 attention_chunk=4", "gqa_append f32 rope=3"}) {
     EXPECT_THROW(make_problem(CaseLine::parse(text), runtime), Error) << text;
   }
 }
 
-TEST(Cases, CountOnlyVisiblePairs) {
-  for (std::int64_t queries = 0; queries < 6; ++queries) {
-    for (std::int64_t keys = 0; keys < 6; ++keys) {
-      double causal = 0;
-      for (std::int64_t q = 0; q < queries; ++q) {
-        for (std::int64_t k = 0; k < keys; ++k) causal += k <= keys - queries + q ? 1 : 0;
+/// Pairs counted one by one, by the definition of each rule.
+double counted_pairs(const Rules& rules, std::int64_t queries, std::int64_t keys) {
+  const std::int64_t context = keys - queries;
+  double pairs = 0;
+  for (std::int64_t q = 0; q < queries; ++q) {
+    const auto position = [&](std::int64_t j) {
+      return rules.draft_tree.empty() || j < 0
+                 ? context + j
+                 : context + std::popcount(rules.draft_tree[static_cast<std::size_t>(j)]) - 1;
+    };
+    for (std::int64_t k = 0; k < keys; ++k) {
+      const std::int64_t distance = position(q) - position(k - context);
+      bool sees = !rules.variant.causal || k - context <= q;
+      if (!rules.draft_tree.empty() && k >= context) {
+        sees = (rules.draft_tree[static_cast<std::size_t>(q)] >> (k - context) & 1) != 0;
       }
-      EXPECT_EQ(visible_pairs(queries, keys, true), causal) << queries << " " << keys;
-      EXPECT_EQ(visible_pairs(queries, keys, false), static_cast<double>(queries * keys));
+      const std::int64_t window = rules.variant.window_left, chunk = rules.variant.attention_chunk;
+      if (window >= 0 && distance > window) sees = false;
+      if (chunk > 0 && position(q) >= 0 && position(k - context) / chunk != position(q) / chunk) {
+        sees = false;
+      }
+      pairs += sees ? 1 : 0;
+    }
+  }
+  return pairs;
+}
+
+TEST(Cases, CountOnlyVisiblePairs) {
+  for (const char* line : {"x f32", "x f32 causal=0", "x f32 window=2", "x f32 window=1 causal=0",
+                           "x f32 attention_chunk=3", "x f32 window=3 attention_chunk=4"}) {
+    SCOPED_TRACE(line);
+    Random random(1);
+    const Rules rules = read_rules(CaseLine::parse(line), 1, random);
+    for (std::int64_t queries = 0; queries < 7; ++queries) {
+      for (std::int64_t keys = 0; keys < 12; ++keys) {
+        EXPECT_EQ(rules.visible_pairs(0, queries, keys), counted_pairs(rules, queries, keys))
+            << queries << " " << keys;
+      }
+    }
+  }
+  for (const char* line : {"x f32 tree=chain", "x f32 tree=fork", "x f32 tree=fork window=2"}) {
+    SCOPED_TRACE(line);
+    Random random(1);
+    const Rules rules = read_decode_rules(CaseLine::parse(line), 1, {0, 7}, random);
+    for (std::int64_t keys = 7; keys < 12; ++keys) {
+      EXPECT_EQ(rules.visible_pairs(0, 7, keys), counted_pairs(rules, 7, keys)) << keys;
     }
   }
 }

@@ -44,7 +44,12 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{{"run", "--arrivals", "x5"}, {"--arrivals", "was 'x5'", "real, x10, none"}},
         Refusal{{"run", "--dtype", "f64"}, {"--dtype", "was 'f64'", "f32, f16, bf16"}},
         Refusal{{"run", "--backend", "gpu"}, {"--backend", "was 'gpu'", "cpu, reference"}},
-        Refusal{{"run", "--context-plan", "even"}, {"--context-plan", "packed, equal"}},
+        Refusal{{"run", "--context-plan", "even"}, {"--context-plan", "packed, equal, paged"}},
+        Refusal{{"run", "--draft-tokens", "64"}, {"--draft-tokens", "was '64'", "from 0 to 63"}},
+        Refusal{{"run", "--draft-tokens", "2", "--acceptance", "1.1"},
+                {"--acceptance", "was '1.1'", "a number from 0 to 1"}},
+        Refusal{{"run", "--draft-tokens", "2", "--acceptance", "nan"}, {"--acceptance", "'nan'"}},
+        Refusal{{"run", "--acceptance", "0.5"}, {"--acceptance", "--draft-tokens"}},
         Refusal{{"run", "--prefix-reuse", "yes"}, {"--prefix-reuse", "was 'yes'", "on, off"}},
         Refusal{{"run", "--workload", "/no/such/file"},
                 {"--workload", "was '/no/such/file'", "a file that exists"}},
@@ -86,7 +91,14 @@ INSTANTIATE_TEST_SUITE_P(
                 {"2147483647", "at most"}},
         Refusal{{"plan", "--query-lens", "9", "--context-lens", "9", "--block-size", "64",
                  "--workspace-rows", "10"},
-                {"workspace_rows", "10"}}));
+                {"workspace_rows", "10"}},
+        Refusal{{"plan", "--query-lens", "9", "--context-lens", "9", "--context-plan", "paged",
+                 "--workspace-rows", "64"},
+                {"--workspace-rows", "left out", "paged"}},
+        Refusal{{"plan", "--query-lens", "9", "--context-lens", "9", "--window-left", "-1"},
+                {"--window-left", "was '-1'", "from 0"}},
+        Refusal{{"plan", "--query-lens", "9", "--context-lens", "9", "--attention-chunk", "0"},
+                {"--attention-chunk", "was '0'", "from 1"}}));
 
 TEST(Options, AnUnknownLinearBackendIsRefusedByWhoNeverMultiplies) {
   ::setenv("FOVEA_LINEAR", "bad", 1);

@@ -82,6 +82,45 @@ TEST_F(Run, HonoursItsOptions) {
   EXPECT_EQ(report.at("machine").at("backend"), "reference");
 }
 
+TEST_F(Run, ServesGroupsWithWindowsAndDrafts) {
+  const std::string model = directory_.path() + "/gqa";
+  std::filesystem::create_directory(model);
+  write_tiny_gqa_model(model, {});
+  const auto run = [&](const std::vector<std::string>& more) {
+    std::vector<std::string> all = {"run",    "--model",     model,     "--workload", workload_,
+                                    "--json", report_path(), "--dtype", "f32"};
+    all.insert(all.end(), more.begin(), more.end());
+    return run_tool(all);
+  };
+  const ToolResult result = run({"--verify", "--draft-tokens", "3", "--acceptance", "0.5"});
+  ASSERT_EQ(result.exit_code, 0) << result.out << result.err;
+  for (const char* text : {"4 heads over 2", "verified: ", "answer tokens per decode",
+                           "2 layers, window of 20: ", "2 layers, all keys: "}) {
+    EXPECT_NE(result.out.find(text), std::string::npos) << text << " is not in\n" << result.out;
+  }
+  const json report = this->report();
+  EXPECT_EQ(report.at("options").at("draft-tokens"), 3);
+  EXPECT_EQ(report.at("options").at("acceptance"), 0.5);
+  EXPECT_EQ(report.at("options").at("context-plan"), "paged");
+  EXPECT_EQ(report.at("tokens").at("answer"), 13);
+  EXPECT_GT(report.at("drafts").at("drafted"), 0);
+  const json& windowed = report.at("kv_groups").at(0);
+  EXPECT_EQ(windowed.at("window_left"), 19);
+  EXPECT_GT(windowed.at("freed_blocks"), 0);
+  EXPECT_LT(windowed.at("peak_blocks"), windowed.at("peak_blocks_unfreed"));
+
+  for (const auto& [option, mentioned] :
+       std::vector<std::pair<std::vector<std::string>, std::string>>{
+           {{"--context-plan", "packed"}, "context_plan is packed, must be paged"},
+           {{"--workspace-rows", "64"}, "workspace_rows is 64, must be left out"},
+           {{"--compare"}, "--compare: gpt_oss has grouped-query attention"}}) {
+    const ToolResult refused = run(option);
+    EXPECT_EQ(refused.exit_code, 2) << option[0];
+    EXPECT_EQ(refused.out, "") << option[0];
+    EXPECT_NE(refused.err.find(mentioned), std::string::npos) << refused.err;
+  }
+}
+
 TEST_F(Run, WritesAFilePerRequest) {
   const std::string dump = directory_.path() + "/dump";
   ASSERT_EQ(run_tool(arguments({"--dump", dump})).exit_code, 0);

@@ -14,6 +14,25 @@ TEST(Plan, MatchesTheGolden) {
   EXPECT_EQ(result.out, read_file(FOVEA_TEST_DATA "/plan.golden.txt"));
 }
 
+TEST(Plan, ShowsWhatAWindowLeavesOfTheContext) {
+  const auto plan_of = [](std::vector<std::string> more) {
+    std::vector<std::string> arguments = {"plan",           "--query-lens", "300,1",
+                                          "--context-lens", "5000,4000",    "--json"};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    const ToolResult result = run_tool(arguments);
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    return json::parse(result.out).at("plan");
+  };
+  const json windowed = plan_of({"--window-left", "99"});
+  EXPECT_EQ(windowed.at("variant").at("window_left"), 99);
+  // The first query of the prefill stands at 5000 and sees 4901 on: 104 rows from a block border.
+  EXPECT_EQ(windowed.at("peak_context_rows"), 104);
+  EXPECT_EQ(plan_of({"--attention-chunk", "64"}).at("variant").at("attention_chunk"), 64);
+  const json paged = plan_of({"--context-plan", "paged"});
+  EXPECT_EQ(paged.at("peak_context_rows"), 0);
+  EXPECT_TRUE(paged.at("chunks").empty());
+}
+
 TEST(Plan, ReadsABatchFromAFileAndPrintsJson) {
   const TempDir directory;
   const std::string batch =
@@ -65,21 +84,28 @@ TEST(Info, ListsTheMachineEveryOpAndEveryPreset) {
   EXPECT_EQ(info.at("machine").at("backend"), "reference");
   for (const char* dtype : {"f32", "f16", "bf16"}) {
     for (const char* op : {"rms_norm", "rope", "kv_append", "kv_gather", "attention_prefill",
-                           "mla_decode", "merge_state"}) {
+                           "mla_decode", "merge_state", "gqa_append", "attention_decode"}) {
       EXPECT_TRUE(info.at("ops").at(dtype).at(op).contains("takes")) << op << " " << dtype;
       EXPECT_NE(result.out.find(op), std::string::npos) << op;
     }
     EXPECT_TRUE(info.at("linear").contains(dtype));
   }
-  bool has_v2_lite = false;
-  for (const json& preset : info.at("presets")) {
-    if (preset.at("name") != "deepseek-v2-lite") continue;
-    has_v2_lite = true;
-    EXPECT_EQ(preset.at("latent_bytes_per_token"), (512 + 64) * 2);
-    EXPECT_EQ(preset.at("expanded_bytes_per_token"), 16 * (192 + 128) * 2);
-  }
-  EXPECT_TRUE(has_v2_lite);
-  EXPECT_EQ(info.at("presets").size(), 6u);
+  const auto preset = [&](const char* name) {
+    for (const json& candidate : info.at("presets")) {
+      if (candidate.at("name") == name) return candidate;
+    }
+    ADD_FAILURE() << name << " is missing";
+    return json();
+  };
+  EXPECT_EQ(preset("deepseek-v2-lite").at("latent_bytes_per_token"), (512 + 64) * 2);
+  EXPECT_EQ(preset("deepseek-v2-lite").at("expanded_bytes_per_token"), 16 * (192 + 128) * 2);
+  EXPECT_EQ(preset("gpt-oss-20b").at("bytes_per_token"), 8 * 128 * 2);
+  EXPECT_EQ(preset("gpt-oss-20b").at("sliding_window"), 128);
+  EXPECT_EQ(preset("gpt-oss-20b").at("windowed_layers"), 12);
+  EXPECT_EQ(preset("gemma-3-4b").at("sliding_window"), 1024);
+  EXPECT_EQ(preset("llama-3-8b").at("windowed_layers"), 0);
+  EXPECT_EQ(info.at("presets").size(), 14u);
+  EXPECT_NE(result.out.find("gemma-3-4b"), std::string::npos);
 }
 
 TEST(Check, PassesHereAndCountsEveryOp) {

@@ -57,7 +57,7 @@ Limit limit_of(const Timing& timing, const MachinePeaks& peaks) {
 
 /// Attention that sees no key has none, whatever its operands weigh; other ops move bytes at least.
 bool has_work(const cases::CaseLine& line, const cases::Work& work) {
-  const bool is_attention = line.op() == "mla_decode" || line.op() == "attention_prefill";
+  const bool is_attention = line.op().ends_with("_decode") || line.op() == "attention_prefill";
   return work.flops > 0 || (work.bytes > 0 && !is_attention);
 }
 

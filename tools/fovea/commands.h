@@ -3,6 +3,7 @@
 
 #include <functional>
 
+#include "fovea/plan.h"
 #include "options.h"
 
 namespace fovea::cli {
@@ -20,5 +21,8 @@ Command declare_bench(Options& options);
 Command declare_check(Options& options);
 Command declare_plan(Options& options);
 Command declare_info(Options& options);
+
+/// "packed", "equal" or "paged".
+ContextPlanKind parse_context_plan(const std::string& name);
 
 }  // namespace fovea::cli

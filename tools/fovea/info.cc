@@ -43,22 +43,48 @@ std::string linear_backend(DType dtype) {
   }
 }
 
-nlohmann::ordered_json describe_preset(const PresetInfo& preset) {
-  const MlaDims& dims = preset.config.mla;
-  const std::int64_t element_bytes = bytes_of(preset.config.dtype, 1);
+nlohmann::ordered_json describe_mla(const MlaDims& dims, std::int64_t element_bytes) {
   const std::int64_t expanded = dims.num_heads * (dims.qk_head_dim() + dims.v_head_dim);
-  return {{"name", preset.name},
-          {"layers", preset.config.num_layers},
-          {"hidden_size", dims.hidden_size},
+  return {{"attention", "latent"},
           {"num_heads", dims.num_heads},
           {"q_lora_rank", dims.q_lora_rank},
           {"kv_lora_rank", dims.kv_lora_rank},
           {"qk_nope_head_dim", dims.qk_nope_head_dim},
           {"qk_rope_head_dim", dims.qk_rope_head_dim},
           {"v_head_dim", dims.v_head_dim},
-          {"dtype", name_of(preset.config.dtype)},
           {"latent_bytes_per_token", dims.latent_dim() * element_bytes},
           {"expanded_bytes_per_token", expanded * element_bytes}};
+}
+
+nlohmann::ordered_json describe_gqa(const ModelConfig& config, std::int64_t element_bytes) {
+  const GqaDims& dims = config.gqa;
+  std::int64_t window = 0, windowed_layers = 0;
+  for (const std::int32_t group : config.layer_group) {
+    const AttentionVariant& variant = config.groups[static_cast<std::size_t>(group)].variant;
+    if (variant.window_left < 0) continue;
+    window = variant.window_left + 1;
+    ++windowed_layers;
+  }
+  return {{"attention", "grouped-query"},
+          {"num_heads", dims.num_heads},
+          {"num_kv_heads", dims.num_kv_heads},
+          {"head_dim", dims.head_dim},
+          {"sliding_window", window},
+          {"windowed_layers", windowed_layers},
+          {"sinks", config.sinks},
+          {"bytes_per_token", (dims.k_size() + dims.v_size()) * element_bytes}};
+}
+
+nlohmann::ordered_json describe_preset(const PresetInfo& preset) {
+  const ModelConfig& config = preset.config;
+  nlohmann::ordered_json json = {{"name", preset.name},
+                                 {"layers", config.num_layers},
+                                 {"hidden_size", config.hidden_size},
+                                 {"dtype", name_of(config.dtype)}};
+  const std::int64_t element_bytes = bytes_of(config.dtype, 1);
+  json.update(config.is_mla() ? describe_mla(config.mla, element_bytes)
+                              : describe_gqa(config, element_bytes));
+  return json;
 }
 
 nlohmann::ordered_json describe(const Runtime& runtime) {
@@ -125,22 +151,41 @@ void print_ops(const nlohmann::ordered_json& json) {
   }
 }
 
-void print_presets(const nlohmann::ordered_json& json) {
-  fmt::print("\npresets: bytes of a token's keys and values in one layer, latent and expanded\n");
-  Table table({"name", "layers", "hidden", "heads", "q_lora", "kv_lora", "nope", "rope", "v",
-               "latent", "expanded", "ratio"});
+/// The presets of one kind of attention; `columns` are their keys.
+Table preset_table(const nlohmann::ordered_json& json, const char* attention,
+                   std::vector<std::string> header, const std::vector<const char*>& columns) {
+  Table table(std::move(header));
   for (const auto& preset : json["presets"]) {
+    if (preset["attention"] != attention) continue;
     std::vector<std::string> row;
-    for (const char* key : {"name", "layers", "hidden_size", "num_heads", "q_lora_rank",
-                            "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-                            "latent_bytes_per_token", "expanded_bytes_per_token"}) {
-      row.push_back(text_of(preset[key]));
+    for (const char* key : columns) row.push_back(text_of(preset[key]));
+    if (preset.contains("latent_bytes_per_token")) {
+      row.push_back(format_number(preset["expanded_bytes_per_token"].get<double>() /
+                                  preset["latent_bytes_per_token"].get<double>()));
     }
-    row.push_back(format_number(preset["expanded_bytes_per_token"].get<double>() /
-                                preset["latent_bytes_per_token"].get<double>()));
     table.add(std::move(row));
   }
-  fmt::print("{}", table.to_text());
+  return table;
+}
+
+void print_presets(const nlohmann::ordered_json& json) {
+  const Table latent =
+      preset_table(json, "latent",
+                   {"name", "layers", "hidden", "heads", "q_lora", "kv_lora", "nope", "rope", "v",
+                    "latent", "expanded", "ratio"},
+                   {"name", "layers", "hidden_size", "num_heads", "q_lora_rank", "kv_lora_rank",
+                    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_bytes_per_token",
+                    "expanded_bytes_per_token"});
+  fmt::print("\nlatent attention: bytes of a token's keys and values in one layer\n{}",
+             latent.to_text());
+  const Table grouped =
+      preset_table(json, "grouped-query",
+                   {"name", "layers", "hidden", "heads", "kv heads", "head_dim", "window",
+                    "windowed", "sinks", "bytes"},
+                   {"name", "layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim",
+                    "sliding_window", "windowed_layers", "sinks", "bytes_per_token"});
+  fmt::print("\ngrouped-query attention: bytes as above; the window of how many layers\n{}",
+             grouped.to_text());
 }
 
 int info(const InfoArgs& args) {

@@ -98,6 +98,15 @@ void Options::seconds(const char* name, double& value, const std::string& what) 
       ->capture_default_str();
 }
 
+void Options::fraction(const char* name, double& value, const std::string& what) {
+  app_.add_option(name, value, what)
+      ->check(must_be([](const std::string& text) -> std::string {
+        return parses(text, 0.0, 1.0) ? "" : "a number from 0 to 1";
+      }))
+      ->type_name("P")
+      ->capture_default_str();
+}
+
 void Options::word(const char* name, std::string& value, const std::string& what,
                    std::vector<std::string> words) {
   const bool has_default = std::find(words.begin(), words.end(), value) != words.end();
@@ -154,6 +163,10 @@ void Options::flag(const char* name, bool& value, const std::string& what) {
 
 void Options::exclude(const char* name, const char* other) {
   app_.get_option(name)->excludes(app_.get_option(other));
+}
+
+void Options::needs(const char* name, const char* other) {
+  app_.get_option(name)->needs(app_.get_option(other));
 }
 
 void add_runtime_options(Options& options, RuntimeArgs& args) {

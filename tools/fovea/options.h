@@ -35,6 +35,8 @@ class Options {
   void integers(const char* name, std::vector<std::int64_t>& values, const std::string& what,
                 IntegerRange range = {});
   void seconds(const char* name, double& value, const std::string& what);
+  /// From 0 to 1.
+  void fraction(const char* name, double& value, const std::string& what);
   void word(const char* name, std::string& value, const std::string& what,
             std::vector<std::string> words);
   /// `type` is what --help calls the value.
@@ -46,6 +48,8 @@ class Options {
   void output_file(const char* name, std::string& value, const std::string& what);
   void flag(const char* name, bool& value, const std::string& what);
   void exclude(const char* name, const char* other);
+  /// `name` is refused without `other`.
+  void needs(const char* name, const char* other);
 
  private:
   CLI::App& app_;

@@ -24,9 +24,11 @@ struct PlanArgs {
   std::vector<std::int64_t> query_lens;
   std::vector<std::int64_t> context_lens;
   std::string batch_file;
-  std::int64_t workspace_rows = PlanOptions{}.workspace_rows;
+  std::int64_t workspace_rows = 0;  // 0: PlanOptions' own.
   std::int64_t block_size = PlanOptions{}.block_size;
   std::string context_plan = "packed";
+  std::int64_t window_left = -1;
+  std::int64_t attention_chunk = 0;
   std::int64_t threshold = 1;
   std::string query_len_support = "single_only";
   // 0: what this machine's runtime plans with.
@@ -151,9 +153,15 @@ int plan(PlanArgs args) {
   PlanOptions options;
   options.split.reorder_batch_threshold = static_cast<std::int32_t>(args.threshold);
   options.split.support = parse_support(args.query_len_support);
-  options.context_plan =
-      args.context_plan == "equal" ? ContextPlanKind::equal : ContextPlanKind::packed;
-  options.workspace_rows = args.workspace_rows;
+  options.context_plan = parse_context_plan(args.context_plan);
+  options.variant.window_left = args.window_left;
+  options.variant.attention_chunk = args.attention_chunk;
+  if (args.workspace_rows > 0) options.workspace_rows = args.workspace_rows;
+  if (args.workspace_rows > 0 && options.context_plan == ContextPlanKind::paged) {
+    throw Error(ErrorCode::invalid_argument,
+                "--workspace-rows: was given, must be left out with --context-plan paged: nothing "
+                "is gathered");
+  }
   options.block_size = args.block_size;
 
   std::vector<std::int32_t> query_lens(args.query_lens.begin(), args.query_lens.end());
@@ -181,6 +189,11 @@ int plan(PlanArgs args) {
 
 }  // namespace
 
+ContextPlanKind parse_context_plan(const std::string& name) {
+  if (name == "paged") return ContextPlanKind::paged;
+  return name == "equal" ? ContextPlanKind::equal : ContextPlanKind::packed;
+}
+
 Command declare_plan(Options& options) {
   auto args = std::make_shared<PlanArgs>();
   options.integers("--query-lens", args->query_lens, "New tokens per request", {0});
@@ -189,10 +202,17 @@ Command declare_plan(Options& options) {
                      "Both from a JSON file with query_lens and context_lens");
   options.exclude("--batch", "--query-lens");
   options.exclude("--batch", "--context-lens");
-  options.integer("--workspace-rows", args->workspace_rows, "Context rows of a chunk");
+  options.integer(
+      "--workspace-rows", args->workspace_rows,
+      fmt::format("Context rows of a chunk (default: {})", PlanOptions{}.workspace_rows));
   options.integer("--block-size", args->block_size, "Tokens per block");
-  options.word("--context-plan", args->context_plan, "How context is cut into chunks",
-               {"packed", "equal"});
+  options.word("--context-plan", args->context_plan,
+               "How context is cut into chunks; paged: read from its blocks",
+               {"packed", "equal", "paged"});
+  options.integer("--window-left", args->window_left,
+                  "Keys before itself that a query sees (default: all)", {0});
+  options.integer("--attention-chunk", args->attention_chunk,
+                  "A query sees keys of its own chunk of so many (default: all)");
   options.integer("--threshold", args->threshold, "Most new tokens of a decode");
   options.word("--query-len-support", args->query_len_support, "What decode kernels take",
                {"single_only", "uniform", "varlen"});

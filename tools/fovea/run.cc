@@ -33,7 +33,7 @@ struct RunArgs {
   std::int64_t seed = 0;
   std::string arrivals = "none";
   std::string dtype = "bf16";
-  std::string context_plan = "packed";
+  std::string context_plan;  // Empty: what the model's attention takes.
   std::string prefix_reuse = "on";
   EngineOptions engine;
   RuntimeArgs runtime;
@@ -47,8 +47,7 @@ void complete(RunArgs& args) {
   args.engine.arrivals = args.arrivals == "real"  ? Arrivals::real
                          : args.arrivals == "x10" ? Arrivals::x10
                                                   : Arrivals::none;
-  args.engine.context_plan =
-      args.context_plan == "equal" ? ContextPlanKind::equal : ContextPlanKind::packed;
+  if (!args.context_plan.empty()) args.engine.context_plan = parse_context_plan(args.context_plan);
   args.engine.prefix_reuse = args.prefix_reuse == "on";
 }
 
@@ -58,6 +57,11 @@ Workload make_workload(const RunArgs& args) {
     return load_workload(args.workload_file, args.num_requests, seed);
   }
   return generate_workload(args.num_requests < 0 ? kGeneratedRequests : args.num_requests, seed);
+}
+
+std::string context_plan_name(const RunArgs& args, const Model& model) {
+  if (!args.context_plan.empty()) return args.context_plan;
+  return model.config().is_mla() ? "packed" : "paged";
 }
 
 /// Every option by its name, with what its default came to.
@@ -74,9 +78,11 @@ nlohmann::ordered_json options_json(const RunArgs& args, const Runtime& runtime,
           {"num-blocks", args.engine.num_blocks},
           {"max-num-seqs", args.engine.max_num_seqs},
           {"workspace-rows", args.engine.workspace_rows},
-          {"context-plan", args.context_plan},
+          {"context-plan", context_plan_name(args, model)},
           {"prefix-reuse", args.prefix_reuse},
           {"token-budget", args.engine.token_budget},
+          {"draft-tokens", args.engine.draft_tokens},
+          {"acceptance", args.engine.draft_acceptance},
           {"threads", runtime.num_threads()},
           {"backend", runtime.backend()},
           {"verify", args.verify},
@@ -84,21 +90,30 @@ nlohmann::ordered_json options_json(const RunArgs& args, const Runtime& runtime,
           {"dump", args.dump_directory}};
 }
 
+std::string dims_text(const ModelConfig& config) {
+  if (!config.is_mla()) {
+    const GqaDims& dims = config.gqa;
+    return fmt::format("hidden {}, {} heads over {}, head_dim {}", dims.hidden_size, dims.num_heads,
+                       dims.num_kv_heads, dims.head_dim);
+  }
+  const MlaDims& dims = config.mla;
+  return fmt::format(
+      "hidden {}, {} heads, q_lora_rank {}, kv_lora_rank {}, qk_nope {}, qk_rope {}, "
+      "v {}",
+      dims.hidden_size, dims.num_heads, dims.q_lora_rank, dims.kv_lora_rank, dims.qk_nope_head_dim,
+      dims.qk_rope_head_dim, dims.v_head_dim);
+}
+
 void print_header(const RunArgs& args, const Runtime& runtime, const Model& model,
                   const Workload& workload) {
   const ModelConfig& config = model.config();
-  const MlaDims& dims = config.mla;
   fmt::print("fovea {}: attention without MLP; times are attention milliseconds\n", FOVEA_VERSION);
   Facts facts;
   facts.add("model", fmt::format("{} ({}), {} of {} layers in {}, {} of weights", args.model,
                                  config.model_type, model.num_layers(), config.num_layers,
                                  name_of(model.dtype()),
                                  format_bytes(static_cast<double>(model.weight_bytes()))));
-  facts.add("dims",
-            fmt::format("hidden {}, {} heads, q_lora_rank {}, kv_lora_rank {}, qk_nope {}, "
-                        "qk_rope {}, v {}",
-                        dims.hidden_size, dims.num_heads, dims.q_lora_rank, dims.kv_lora_rank,
-                        dims.qk_nope_head_dim, dims.qk_rope_head_dim, dims.v_head_dim));
+  facts.add("dims", dims_text(config));
   facts.add("machine", fmt::format("{}, {} threads, backend {}, isa {}", processor_name(),
                                    runtime.num_threads(), runtime.backend(), runtime.isa()));
   facts.add("workload", fmt::format("{}, {} requests, arrivals {}", workload.name,
@@ -107,9 +122,8 @@ void print_header(const RunArgs& args, const Runtime& runtime, const Model& mode
   std::fflush(stdout);
 }
 
-ServeReport serve(const RunArgs& args, const Runtime& runtime, const Model& model,
-                  const Workload& workload, Verifier* verifier) {
-  Engine engine(runtime, model, args.engine);
+ServeReport serve(const RunArgs& args, Engine& engine, const Model& model, const Workload& workload,
+                  Verifier* verifier) {
   std::unique_ptr<Dumper> dumper;
   Progress progress;
   ServeHooks hooks;
@@ -125,6 +139,12 @@ ServeReport serve(const RunArgs& args, const Runtime& runtime, const Model& mode
 
 /// Those that the model has positions for, else the largest power of two that it has.
 std::vector<std::int64_t> contexts_to_compare(const Model& model) {
+  if (!model.config().is_mla()) {
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("--compare: {} has grouped-query attention, must be left out: what it "
+                            "compares is a latent cache with expanded keys and values",
+                            model.config().model_type));
+  }
   const auto max_position = static_cast<std::uint64_t>(
       std::min(model.config().max_position, model.config().groups[0].rope.max_position));
   std::vector<std::int64_t> contexts;
@@ -198,9 +218,10 @@ int run(RunArgs args) {
   const Model model = Model::load(args.model, {.num_layers = args.num_layers,
                                                .dtype = parse_dtype(args.dtype),
                                                .seed = static_cast<std::uint64_t>(args.seed)});
-  print_header(args, *runtime, model, workload);
   std::vector<std::int64_t> contexts;
   if (args.compare) contexts = contexts_to_compare(model);
+  Engine engine(*runtime, model, args.engine);  // Refuses bad options before any output.
+  print_header(args, *runtime, model, workload);
 
   const InterruptGuard guard;
   nlohmann::ordered_json json = describe_machine(*runtime);
@@ -210,7 +231,7 @@ int run(RunArgs args) {
   if (args.verify)
     verifier =
         std::make_unique<Verifier>(model, kVerifiedRows, static_cast<std::uint64_t>(args.seed));
-  const ServeReport report = serve(args, *runtime, model, workload, verifier.get());
+  const ServeReport report = serve(args, engine, model, workload, verifier.get());
   json.update(serve_json(report));
   fmt::print("{}\n", serve_text(report));
   const bool is_refused = report.finished == 0 && !workload.requests.empty();
@@ -256,15 +277,26 @@ void add_workload_options(Options& options, RunArgs& args) {
 void add_engine_options(Options& options, RunArgs& args) {
   EngineOptions& engine = args.engine;
   options.integer("--block-size", engine.block_size, "Tokens per cache block");
-  options.integer("--num-blocks", engine.num_blocks, "Cache blocks (default: enough)");
+  options.integer("--num-blocks", engine.num_blocks,
+                  "Cache blocks of layers that see all; those with a window have as many or what "
+                  "their windows need (default: enough)");
   options.integer("--max-num-seqs", engine.max_num_seqs, "Most requests of a step");
   options.integer("--workspace-rows", engine.workspace_rows,
-                  "Most context rows that a prefill gathers at once (default: by formula)");
+                  "Most context rows that a prefill of latent attention gathers at once (default: "
+                  "by formula)");
   options.integer("--token-budget", engine.token_budget, "Most tokens of a step");
-  options.word("--context-plan", args.context_plan, "How context is cut into chunks",
-               {"packed", "equal"});
+  options.word("--context-plan", args.context_plan,
+               "How prefills get at context (default: packed chunks with latent attention, paged "
+               "with grouped queries)",
+               {"packed", "equal", "paged"});
   options.word("--prefix-reuse", args.prefix_reuse, "Keep the blocks of shared prefixes",
                {"on", "off"});
+  options.integer("--draft-tokens", engine.draft_tokens,
+                  "Tokens that a decode drafts behind its known one, 0 to 63 (default: 0)",
+                  {0, 63});
+  options.fraction("--acceptance", engine.draft_acceptance,
+                   "Probability that a drafted token is right, by a seeded hash");
+  options.needs("--acceptance", "--draft-tokens");
 }
 
 }  // namespace

@@ -46,27 +46,26 @@ std::string speed_ratio(double ratio) {
                     : fmt::format("{:.2f} times as fast as", ratio);
 }
 
-/// What the layers of a group see, as an option of `fovea plan` says it.
+/// Which keys the layers of a group see.
 std::string sight_text(const AttentionVariant& variant) {
   std::string text;
   if (variant.window_left >= 0) text = fmt::format("window of {}", variant.window_left + 1);
   if (variant.attention_chunk > 0) {
-    text += fmt::format("{}chunks of {}", text.empty() ? "" : ", ", variant.attention_chunk);
+    text += fmt::format("{}chunks of {}", text.empty() ? "" : " in ", variant.attention_chunk);
   }
-  return text.empty() ? "all" : text;
+  return text.empty() ? "all keys" : text;
 }
 
 std::string blocks_text(const KvGroupReport& group) {
   const auto bytes = [&](std::int64_t blocks) {
     return format_bytes(static_cast<double>(blocks * group.block_bytes));
   };
-  std::string text =
-      fmt::format("{} of {} at the peak, {} of {} ({} layers that see {})", group.peak_blocks,
-                  group.num_blocks, bytes(group.peak_blocks), bytes(group.num_blocks),
-                  group.num_layers, sight_text(group.variant));
+  std::string text = fmt::format("{} layers, {}: {} of {} at the peak, {} of {}", group.num_layers,
+                                 sight_text(group.variant), group.peak_blocks, group.num_blocks,
+                                 bytes(group.peak_blocks), bytes(group.num_blocks));
   if (group.freed_blocks > 0) {
-    text += fmt::format("; {}, {}, if {} were not freed early", group.peak_blocks_unfreed,
-                        bytes(group.peak_blocks_unfreed), group.freed_blocks);
+    text += fmt::format("; {}, {}, if none were freed before its request ends",
+                        group.peak_blocks_unfreed, bytes(group.peak_blocks_unfreed));
   }
   return text;
 }

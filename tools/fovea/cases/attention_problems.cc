@@ -4,20 +4,12 @@
 
 #include "cases/operands.h"
 #include "cases/problems.h"
+#include "cases/ragged_result.h"
+#include "cases/rules.h"
 #include "fovea/oracle.h"
 
 namespace fovea::cases {
-namespace {
 
-/// Standard deviation of the scores, as in trained models: with less, softmax is so even that a
-/// kernel that mixes up keys still looks right.
-constexpr double kScoreStddev = 4.0;
-
-std::vector<double> slice(const std::vector<double>& values, std::int64_t begin, std::int64_t end) {
-  return {values.begin() + begin, values.begin() + end};
-}
-
-/// [T, N, A] and [T, N, B] to [T, N, A + B].
 std::vector<double> join_rows(const std::vector<double>& a, std::int64_t a_width,
                               const std::vector<double>& b, std::int64_t b_width) {
   std::vector<double> joined;
@@ -30,40 +22,7 @@ std::vector<double> join_rows(const std::vector<double>& a, std::int64_t a_width
   return joined;
 }
 
-/// Results of ragged requests, put together as the kernels lay them out; padding rows are empty.
-class RaggedResult {
- public:
-  RaggedResult(std::int64_t tokens, std::int64_t heads, std::int64_t v_dim)
-      : tokens_(tokens),
-        heads_(heads),
-        v_dim_(v_dim),
-        out_(static_cast<std::size_t>(tokens * heads * v_dim), 0.0),
-        lse_(static_cast<std::size_t>(tokens * heads), -std::numeric_limits<double>::infinity()) {}
-
-  void place(const oracle::AttentionResult& part, std::int64_t first_token) {
-    std::copy(part.out.begin(), part.out.end(), out_.begin() + first_token * heads_ * v_dim_);
-    const auto queries = static_cast<std::int64_t>(part.lse.size()) / heads_;
-    for (std::int64_t n = 0; n < heads_; ++n) {
-      std::copy_n(part.lse.begin() + n * queries, queries,
-                  lse_.begin() + n * tokens_ + first_token);
-    }
-  }
-  CheckResult check(const Array& out, const Array& lse, double limit) const {
-    RowChecker checker(limit);
-    checker.rows("out", out.values(), out_, v_dim_);
-    checker.lse(lse.values(), lse_);
-    checker.require(out.pads_untouched() && lse.pads_untouched(),
-                    "bytes between the rows of out or lse were written");
-    return checker.result();
-  }
-
- private:
-  std::int64_t tokens_;
-  std::int64_t heads_;
-  std::int64_t v_dim_;
-  std::vector<double> out_;
-  std::vector<double> lse_;
-};
+namespace {
 
 /// `value` for each of `count` requests where only one is given.
 std::vector<std::int64_t> broadcast(std::vector<std::int64_t> values, std::size_t count) {
@@ -89,12 +48,16 @@ class MlaDecodeProblem : public Problem {
     const std::int64_t pad = line.integer("pad", 0, {0});
     // The width of a head of the models that this shape comes from.
     sm_scale_ = 1.0f / std::sqrt(static_cast<float>(kv_lora_rank_ / 4 + rope_dim_));
-    causal_ = line.integer("causal", 1, {0, 1}) == 1;
+    rules_ = read_decode_rules(line, heads_, query_start_loc_, random_);
 
     const std::int64_t row = kv_lora_rank_ + rope_dim_;
     sequences_ = make_cached_sequences({{cache_dtype, row}, line.integer("block_size", 64), pad},
                                        seq_lens, random_);
-    for (std::size_t i = 0; i < requests; ++i) sequences_.fill(i, 0, seq_lens[i], random_);
+    for (std::size_t i = 0; i < requests; ++i) {
+      const std::int64_t first = rules_.first_key(queries(i), seq_lens[i]);
+      sequences_.hide_before(i, first);
+      sequences_.fill(i, first, seq_lens[i], random_);
+    }
     tokens_ = query_start_loc_.back() + line.integer("padding", 0, {0});
     const double q_stddev = kScoreStddev / (std::sqrt(static_cast<double>(row)) * sm_scale_);
     q_latent_ =
@@ -103,7 +66,8 @@ class MlaDecodeProblem : public Problem {
     out_ = poisoned_array(
         {line.dtype_value("out", line.dtype()), {tokens_, heads_, kv_lora_rank_}, pad});
     lse_ = poisoned_array({DType::f32, {heads_, tokens_}, pad});
-    schedule_ = schedule_decode(query_start_loc_, to_int32(seq_lens), ctx.plan_target);
+    schedule_ = schedule_decode(query_start_loc_, to_int32(seq_lens), ctx.plan_target,
+                                rules_.variant, rules_.draft_tree);
     params_ = {.q_latent = q_latent_.view,
                .q_pe = q_pe_.view,
                .cache = &sequences_.cache,
@@ -111,8 +75,9 @@ class MlaDecodeProblem : public Problem {
                .out = out_.view,
                .lse = lse_.view,
                .schedule = &schedule_,
-               .variant = {.causal = causal_},
-               .sm_scale = sm_scale_};
+               .variant = rules_.variant,
+               .sm_scale = sm_scale_,
+               .sinks = rules_.sinks.view};
     reserve_poisoned(ctx, workspace_bytes(ctx, params_));
   }
   void run() override { mla_decode(ctx_, params_); }
@@ -123,10 +88,11 @@ class MlaDecodeProblem : public Problem {
     const auto row = static_cast<double>(kv_lora_rank_ + rope_dim_);
     const auto heads = static_cast<double>(heads_);
     for (std::size_t i = 0; i < sequences_.lens.size(); ++i) {
-      const std::int64_t queries = query_start_loc_[i + 1] - query_start_loc_[i];
-      work.flops += 2 * heads * visible_pairs(queries, sequences_.lens[i], causal_) *
+      const std::int64_t keys = sequences_.lens[i];
+      work.flops += 2 * heads * rules_.visible_pairs(query_start_loc_[i], queries(i), keys) *
                     (row + static_cast<double>(kv_lora_rank_));
-      work.bytes += static_cast<double>(sequences_.lens[i] * sequences_.cache.format().row_bytes());
+      work.bytes += static_cast<double>((keys - rules_.first_key(queries(i), keys)) *
+                                        sequences_.cache.format().row_bytes());
     }
     work.bytes += static_cast<double>(query_start_loc_.back()) * heads *
                   (row * q_bytes + static_cast<double>(kv_lora_rank_) * out_bytes);
@@ -136,6 +102,7 @@ class MlaDecodeProblem : public Problem {
     const std::int64_t row = kv_lora_rank_ + rope_dim_;
     const std::vector<double> q =
         join_rows(q_latent_.values(), kv_lora_rank_, q_pe_.values(), rope_dim_);
+    const std::vector<double> sinks = rules_.sink_values();
     RaggedResult expected(tokens_, heads_, kv_lora_rank_);
     for (std::size_t i = 0; i < sequences_.lens.size(); ++i) {
       const std::vector<double> k = sequences_.rows(i, 0, sequences_.lens[i]);
@@ -143,26 +110,30 @@ class MlaDecodeProblem : public Problem {
       for (std::int64_t r = 0; r < sequences_.lens[i]; ++r) {
         v.insert(v.end(), k.begin() + r * row, k.begin() + r * row + kv_lora_rank_);
       }
-      const std::vector<double> queries =
-          slice(q, query_start_loc_[i] * heads_ * row, query_start_loc_[i + 1] * heads_ * row);
-      expected.place(
-          oracle::attention({.num_queries = query_start_loc_[i + 1] - query_start_loc_[i],
-                             .num_keys = sequences_.lens[i],
-                             .num_heads = heads_,
-                             .num_kv_heads = 1,
-                             .qk_dim = row,
-                             .v_dim = kv_lora_rank_,
-                             .sm_scale = sm_scale_,
-                             .causal = causal_,
-                             .q = queries,
-                             .k = k,
-                             .v = v}),
-          query_start_loc_[i]);
+      const std::int64_t begin = query_start_loc_[i], end = query_start_loc_[i + 1];
+      if (begin == end) continue;
+      const std::vector<double> query = slice(q, begin * heads_ * row, end * heads_ * row);
+      oracle::Attention problem = rules_.problem(end - begin, sequences_.lens[i]);
+      problem.num_heads = heads_;
+      problem.num_kv_heads = 1;
+      problem.qk_dim = row;
+      problem.v_dim = kv_lora_rank_;
+      problem.sm_scale = sm_scale_;
+      problem.sinks = sinks;
+      problem.draft_tree = rules_.tree_of(begin, end);
+      problem.q = query;
+      problem.k = k;
+      problem.v = v;
+      expected.place(oracle::attention(problem), begin);
     }
     return expected.check(out_, lse_, attention_limit(q_latent_.view.dtype));
   }
 
  private:
+  std::int64_t queries(std::size_t i) const {
+    return query_start_loc_[i + 1] - query_start_loc_[i];
+  }
+
   const OpContext& ctx_;
   Random random_;
   std::int64_t heads_;
@@ -170,8 +141,8 @@ class MlaDecodeProblem : public Problem {
   std::int64_t rope_dim_;
   std::int64_t tokens_ = 0;  ///< Padding rows included.
   float sm_scale_ = 0;
-  bool causal_ = true;
   std::vector<std::int32_t> query_start_loc_;
+  Rules rules_;
   CachedSequences sequences_;
   Array q_latent_;
   Array q_pe_;
@@ -198,7 +169,7 @@ class AttentionPrefillProblem : public Problem {
     cu_q_ = running_sum(broadcast(tokens, keys.size()));
     cu_k_ = running_sum(keys);
     sm_scale_ = 1.0f / std::sqrt(static_cast<float>(qk_dim_));
-    causal_ = line.integer("causal", 1, {0, 1}) == 1;
+    rules_ = read_rules(line, heads_, random_);
     tokens_ = cu_q_.back() + line.integer("padding", 0, {0});
     const std::int64_t num_keys = cu_k_.back();
     q_ = normal_array({line.dtype(), {tokens_, heads_, qk_dim_}, pad}, random_, kScoreStddev);
@@ -207,7 +178,7 @@ class AttentionPrefillProblem : public Problem {
     v_ = normal_array({line.dtype(), {num_keys, kv_heads_, v_dim_}, pad}, random_);
     out_ = poisoned_array({line.dtype_value("out", line.dtype()), {tokens_, heads_, v_dim_}, pad});
     lse_ = poisoned_array({DType::f32, {heads_, tokens_}, pad});
-    schedule_ = schedule_prefill(cu_q_, cu_k_, ctx.plan_target.prefill_query_tile);
+    schedule_ = schedule_prefill(cu_q_, cu_k_, ctx.plan_target.prefill_query_tile, rules_.variant);
     params_ = {.q = q_.view,
                .k = k_.view,
                .k_pe = k_pe_.view,
@@ -215,16 +186,19 @@ class AttentionPrefillProblem : public Problem {
                .out = out_.view,
                .lse = lse_.view,
                .schedule = &schedule_,
-               .variant = {.causal = causal_},
-               .sm_scale = sm_scale_};
+               .variant = rules_.variant,
+               .sm_scale = sm_scale_,
+               .paged = {},
+               .sinks = rules_.sinks.view};
     reserve_poisoned(ctx, workspace_bytes(ctx, params_));
   }
   void run() override { attention_prefill(ctx_, params_); }
   Work work() const override {
     Work work;
     for (std::size_t i = 0; i + 1 < cu_q_.size(); ++i) {
-      work.flops += 2 * static_cast<double>(heads_ * (qk_dim_ + v_dim_)) *
-                    visible_pairs(cu_q_[i + 1] - cu_q_[i], cu_k_[i + 1] - cu_k_[i], causal_);
+      work.flops +=
+          2 * static_cast<double>(heads_ * (qk_dim_ + v_dim_)) *
+          rules_.visible_pairs(cu_q_[i], cu_q_[i + 1] - cu_q_[i], cu_k_[i + 1] - cu_k_[i]);
     }
     const std::int64_t inputs = q_.view.numel() + k_.view.numel() + v_.view.numel() +
                                 (rope_dim_ > 0 ? k_pe_.view.numel() : 0);
@@ -236,6 +210,7 @@ class AttentionPrefillProblem : public Problem {
     const std::vector<double> q = q_.values();
     const std::vector<double> k = full_keys();
     const std::vector<double> v = v_.values();
+    const std::vector<double> sinks = rules_.sink_values();
     RaggedResult expected(tokens_, heads_, v_dim_);
     for (std::size_t i = 0; i + 1 < cu_q_.size(); ++i) {
       const std::vector<double> queries =
@@ -244,18 +219,17 @@ class AttentionPrefillProblem : public Problem {
           slice(k, cu_k_[i] * kv_heads_ * qk_dim_, cu_k_[i + 1] * kv_heads_ * qk_dim_);
       const std::vector<double> values =
           slice(v, cu_k_[i] * kv_heads_ * v_dim_, cu_k_[i + 1] * kv_heads_ * v_dim_);
-      expected.place(oracle::attention({.num_queries = cu_q_[i + 1] - cu_q_[i],
-                                        .num_keys = cu_k_[i + 1] - cu_k_[i],
-                                        .num_heads = heads_,
-                                        .num_kv_heads = kv_heads_,
-                                        .qk_dim = qk_dim_,
-                                        .v_dim = v_dim_,
-                                        .sm_scale = sm_scale_,
-                                        .causal = causal_,
-                                        .q = queries,
-                                        .k = keys,
-                                        .v = values}),
-                     cu_q_[i]);
+      oracle::Attention problem = rules_.problem(cu_q_[i + 1] - cu_q_[i], cu_k_[i + 1] - cu_k_[i]);
+      problem.num_heads = heads_;
+      problem.num_kv_heads = kv_heads_;
+      problem.qk_dim = qk_dim_;
+      problem.v_dim = v_dim_;
+      problem.sm_scale = sm_scale_;
+      problem.sinks = sinks;
+      problem.q = queries;
+      problem.k = keys;
+      problem.v = values;
+      expected.place(oracle::attention(problem), cu_q_[i]);
     }
     return expected.check(out_, lse_, attention_limit(q_.view.dtype));
   }
@@ -285,7 +259,7 @@ class AttentionPrefillProblem : public Problem {
   std::int64_t v_dim_;
   std::int64_t tokens_ = 0;  ///< Padding rows included.
   float sm_scale_ = 0;
-  bool causal_ = true;
+  Rules rules_;
   std::vector<std::int32_t> cu_q_;
   std::vector<std::int32_t> cu_k_;
   Array q_;
@@ -304,6 +278,7 @@ ProblemPtr make_mla_decode(const CaseLine& line, const OpContext& ctx) {
   return std::make_unique<MlaDecodeProblem>(line, ctx);
 }
 ProblemPtr make_attention_prefill(const CaseLine& line, const OpContext& ctx) {
+  if (line.has("block_size")) return make_paged_attention(line, ctx);
   return std::make_unique<AttentionPrefillProblem>(line, ctx);
 }
 

@@ -3,6 +3,8 @@
 
 #include "cases/operands.h"
 #include "cases/problems.h"
+#include "fovea/oracle.h"
+#include "fovea/rotary.h"
 
 namespace fovea::cases {
 namespace {
@@ -136,8 +138,121 @@ class KvGatherProblem : public Problem {
   Array out_;
 };
 
+/// Keys turn on the way where the line has `rope`.
+class GqaAppendProblem : public Problem {
+ public:
+  GqaAppendProblem(const CaseLine& line, const OpContext& ctx)
+      : ctx_(ctx),
+        random_(static_cast<std::uint64_t>(line.integer("seed", 0, {0}))),
+        kv_heads_(line.integer("kv_heads", 8)),
+        qk_dim_(line.integer("qk", 128)),
+        v_dim_(line.integer("v", qk_dim_)),
+        rope_dim_(line.integer("rope", 0, {0, qk_dim_})),
+        is_interleaved_(line.word("pairing", "neox", {"neox", "interleaved"}) == "interleaved") {
+    const std::int64_t tokens = line.integer("tokens", 512, {0});
+    const std::int64_t pad = line.integer("pad", 0, {0});
+    const auto skip_percent = static_cast<double>(line.integer("skip", 0, {0, 100}));
+    const std::int64_t k_width = kv_heads_ * qk_dim_, v_width = kv_heads_ * v_dim_;
+    sequences_ =
+        make_cached_sequences({{line.dtype_value("cache", line.dtype()), k_width + v_width},
+                               line.integer("block_size", 16),
+                               pad},
+                              {tokens}, random_);
+    k_cache_ = sequences_.cache.columns(0, k_width);
+    v_cache_ = sequences_.cache.columns(k_width, v_width);
+    k_ = normal_array({line.dtype(), {tokens, kv_heads_, qk_dim_}, pad}, random_);
+    v_ = normal_array({line.dtype(), {tokens, kv_heads_, v_dim_}, pad}, random_);
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      slots_.push_back(random_.chance(skip_percent / 100) ? -1 : sequences_.slot(0, t));
+      positions_.push_back(random_.integer(0, kMaxPosition - 1));
+    }
+    if (rope_dim_ > 0) {
+      RopeConfig config;
+      config.dim = rope_dim_;
+      config.max_position = kMaxPosition;
+      config.pairing = is_interleaved_ ? RopePairing::interleaved : RopePairing::neox;
+      rotary_ = RotaryEmbedding(config);
+    }
+  }
+  void run() override {
+    const auto tokens = static_cast<std::int64_t>(slots_.size());
+    GqaAppendParams params;
+    params.k = k_.view;
+    params.v = v_.view;
+    params.slot_mapping = TensorView::of(slots_.data(), {tokens});
+    params.k_cache = &k_cache_;
+    params.v_cache = &v_cache_;
+    if (rope_dim_ > 0) {
+      params.rope = rotary_.angles(TensorView::of(positions_.data(), {tokens}));
+    }
+    gqa_append(ctx_, params);
+  }
+  Work work() const override {
+    const auto elements = static_cast<double>(k_.view.numel() + v_.view.numel());
+    const DType stored = sequences_.cache.format().dtype;
+    return {
+        .flops = 0,
+        .bytes = elements * static_cast<double>(bytes_of(k_.view.dtype, 1) + bytes_of(stored, 1))};
+  }
+  CheckResult check() const override {
+    const DType stored_dtype = sequences_.cache.format().dtype;
+    const double moved = move_limit(k_.view.dtype, stored_dtype);
+    RowChecker checker(rope_dim_ > 0 ? moved + row_limit(k_.view.dtype) : moved);
+    std::vector<double> k = k_.values();
+    if (rope_dim_ > 0) {
+      oracle::rotate(k, positions_, kv_heads_,
+                     oracle::rotary(rope_dim_, RopeConfig{}.theta, is_interleaved_), qk_dim_);
+    }
+    const std::vector<double> v = v_.values();
+    const std::int64_t k_width = kv_heads_ * qk_dim_, v_width = kv_heads_ * v_dim_;
+    for (std::size_t t = 0; t < slots_.size(); ++t) {
+      const auto position = static_cast<std::int64_t>(t);
+      const std::vector<double> stored = sequences_.rows(0, position, position + 1);
+      if (slots_[t] < 0) {
+        checker.require(std::isnan(stored.front()) && std::isnan(stored.back()),
+                        "a skipped slot was written");
+        continue;
+      }
+      const std::span<const double> row(stored);
+      checker.rows("keys of token " + std::to_string(t),
+                   row.first(static_cast<std::size_t>(k_width)),
+                   std::span(k).subspan(t * static_cast<std::size_t>(k_width),
+                                        static_cast<std::size_t>(k_width)),
+                   k_width);
+      checker.rows("values of token " + std::to_string(t),
+                   row.last(static_cast<std::size_t>(v_width)),
+                   std::span(v).subspan(t * static_cast<std::size_t>(v_width),
+                                        static_cast<std::size_t>(v_width)),
+                   v_width);
+    }
+    return checker.result();
+  }
+
+ private:
+  static constexpr std::int64_t kMaxPosition = 4096;
+
+  const OpContext& ctx_;
+  Random random_;
+  std::int64_t kv_heads_;
+  std::int64_t qk_dim_;
+  std::int64_t v_dim_;
+  std::int64_t rope_dim_;
+  bool is_interleaved_;
+  RotaryEmbedding rotary_;
+  CachedSequences sequences_;
+  PagedKvCache k_cache_;
+  PagedKvCache v_cache_;
+  Array k_;
+  Array v_;
+  std::vector<std::int64_t> slots_;
+  std::vector<std::int64_t> positions_;
+};
+
 }  // namespace
 
+ProblemPtr make_gqa_append(const CaseLine& line, const OpContext& ctx) {
+  return std::make_unique<GqaAppendProblem>(line, ctx);
+}
 ProblemPtr make_kv_append(const CaseLine& line, const OpContext& ctx) {
   return std::make_unique<KvAppendProblem>(line, ctx);
 }

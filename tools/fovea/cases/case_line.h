@@ -33,6 +33,7 @@ class CaseLine {
   CaseLine& set(std::string_view key, const std::vector<std::int64_t>& values);
   CaseLine& set(std::string_view key, std::string value);
 
+  bool has(std::string_view key) const { return find(key) != nullptr; }
   // Values; Error(invalid_argument) names the key, what it was and what it must be.
   std::int64_t integer(std::string_view key, std::int64_t fallback, Range range = {}) const;
   std::vector<std::int64_t> integers(std::string_view key,

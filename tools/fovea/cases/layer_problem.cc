@@ -4,6 +4,7 @@
 
 #include "cases/operands.h"
 #include "cases/problems.h"
+#include "cases/rules.h"
 #include "fovea/mla.h"
 #include "fovea/oracle.h"
 
@@ -145,7 +146,7 @@ class MlaLayerProblem : public Problem {
               .bytes = static_cast<double>(bytes_of(layer_.dtype(), weights))};
     for (std::size_t i = 0; i < context_lens_.size(); ++i) {
       const std::int64_t keys = context_lens_[i] + query_len(i);
-      work.flops += 2.0 * visible_pairs(query_len(i), keys, true) *
+      work.flops += 2.0 * Rules{}.visible_pairs(0, query_len(i), keys) *
                     static_cast<double>(dims.num_heads * (dims.qk_head_dim() + dims.v_head_dim));
       work.bytes += static_cast<double>(keys * sequences_.cache.format().row_bytes());
     }

@@ -14,6 +14,7 @@ namespace fovea::cases {
 namespace {
 
 constexpr int kPoison = 0xff;
+constexpr std::int32_t kGarbageId = std::numeric_limits<std::int32_t>::min();
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 oracle::Format format_of(DType dtype) {
@@ -119,10 +120,21 @@ std::int64_t CachedSequences::slot(std::size_t request, std::int64_t position) c
   return std::int64_t{block_ids[entry]} * cache.block_size() + position % cache.block_size();
 }
 
+void CachedSequences::hide_before(std::size_t request, std::int64_t position) {
+  hidden[request] = position;
+  std::fill_n(block_ids.begin() + static_cast<std::ptrdiff_t>(request) * width,
+              position / cache.block_size(), kGarbageId);
+}
+
 std::vector<double> CachedSequences::rows(std::size_t request, std::int64_t begin,
                                           std::int64_t end) const {
   std::vector<double> rows;
   for (std::int64_t position = begin; position < end; ++position) {
+    if (position < hidden[request]) {
+      rows.resize(rows.size() + static_cast<std::size_t>(cache.format().row_elements),
+                  std::numeric_limits<double>::quiet_NaN());
+      continue;
+    }
     const std::vector<double> row =
         oracle::decode(cache.slot(slot(request, position)), cache.format().row_elements,
                        format_of(cache.format().dtype));
@@ -171,7 +183,6 @@ CachedSequences make_cached_sequences(const CacheSpec& spec, std::vector<std::in
     std::swap(ids[i],
               ids[static_cast<std::size_t>(random.integer(0, static_cast<std::int64_t>(i)))]);
   }
-  constexpr std::int32_t kGarbageId = std::numeric_limits<std::int32_t>::min();
   sequences.block_ids.assign(lens.size() * static_cast<std::size_t>(sequences.width), kGarbageId);
   auto next = ids.begin();
   for (std::size_t request = 0; request < lens.size(); ++request) {
@@ -181,6 +192,7 @@ CachedSequences make_cached_sequences(const CacheSpec& spec, std::vector<std::in
         sequences.block_ids.begin() + static_cast<std::ptrdiff_t>(request) * sequences.width);
     next += count;
   }
+  sequences.hidden.assign(lens.size(), 0);
   sequences.lens = std::move(lens);
   return sequences;
 }
@@ -255,15 +267,6 @@ std::vector<std::int32_t> running_sum(const std::vector<std::int64_t>& lengths) 
     sums.push_back(sums.back() + static_cast<std::int32_t>(length));
   }
   return sums;
-}
-
-double visible_pairs(std::int64_t num_queries, std::int64_t num_keys, bool causal) {
-  const auto queries = static_cast<double>(num_queries);
-  const auto keys = static_cast<double>(num_keys);
-  if (!causal) return queries * keys;
-  // Query i sees keys - queries + i + 1 keys, and the first see none where that is negative.
-  const double seeing = std::min(queries, keys);
-  return seeing * keys - seeing * (seeing - 1) / 2;
 }
 
 }  // namespace fovea::cases

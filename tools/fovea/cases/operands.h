@@ -60,10 +60,13 @@ struct CachedSequences {
   std::vector<std::int32_t> block_ids;  ///< [requests, width]
   std::int64_t width = 0;
   std::vector<std::int64_t> lens;
+  std::vector<std::int64_t> hidden;  ///< [requests] so many first tokens that nobody stored.
 
   BlockTableView table() const;
   std::int64_t slot(std::size_t request, std::int64_t position) const;
-  /// Row-major rows [begin, end) of a sequence.
+  /// Tokens before `position` are none of the sequence's: garbage ids where whole blocks are.
+  void hide_before(std::size_t request, std::int64_t position);
+  /// Row-major rows [begin, end) of a sequence, NaN where hidden.
   std::vector<double> rows(std::size_t request, std::int64_t begin, std::int64_t end) const;
   void fill(std::size_t request, std::int64_t begin, std::int64_t end, Random& random) const;
 };
@@ -102,7 +105,5 @@ double attention_limit(DType dtype);
 std::vector<std::int32_t> to_int32(const std::vector<std::int64_t>& values);
 /// [0, a, a + b, ...]
 std::vector<std::int32_t> running_sum(const std::vector<std::int64_t>& lengths);
-/// (query, key) pairs that attention sees; queries stand at the end of their sequence.
-double visible_pairs(std::int64_t num_queries, std::int64_t num_keys, bool causal);
 
 }  // namespace fovea::cases

@@ -16,14 +16,16 @@ struct Entry {
   const char* op;
   ProblemPtr (*make)(const CaseLine&, const OpContext&);
 };
-constexpr std::array<Entry, 8> kEntries = {{{"rms_norm", make_rms_norm},
-                                            {"rope", make_rope},
-                                            {"kv_append", make_kv_append},
-                                            {"kv_gather", make_kv_gather},
-                                            {"attention_prefill", make_attention_prefill},
-                                            {"mla_decode", make_mla_decode},
-                                            {"merge_state", make_merge_state},
-                                            {"mla_layer", make_mla_layer}}};
+constexpr std::array<Entry, 10> kEntries = {{{"rms_norm", make_rms_norm},
+                                             {"rope", make_rope},
+                                             {"kv_append", make_kv_append},
+                                             {"kv_gather", make_kv_gather},
+                                             {"gqa_append", make_gqa_append},
+                                             {"attention_decode", make_paged_attention},
+                                             {"attention_prefill", make_attention_prefill},
+                                             {"mla_decode", make_mla_decode},
+                                             {"merge_state", make_merge_state},
+                                             {"mla_layer", make_mla_layer}}};
 
 }  // namespace
 

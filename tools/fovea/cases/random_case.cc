@@ -46,7 +46,7 @@ void fill_row_op(CaseLine& line, Random& random) {
   } else {
     constexpr std::array<const char*, 3> kAliases = {"none", "prefix", "suffix"};
     line.set("heads", random.integer(1, 9)).set("dim", length(random, 1, 300));
-    line.set("empty", random.integer(0, 60));
+    line.set("empty", random.integer(0, 60)).set("sinks", random.integer(0, 1));
     line.set("alias", std::string(kAliases[static_cast<std::size_t>(random.integer(0, 2))]));
   }
 }
@@ -64,15 +64,75 @@ void fill_cache_op(CaseLine& line, Random& random) {
   }
 }
 
+/// Some of the rules; a chunk needs a causal mask.
+void set_rules(CaseLine& line, Random& random, bool is_causal) {
+  if (random.chance(0.3)) line.set("window", random.integer(0, 90));
+  if (is_causal && random.chance(0.2)) line.set("attention_chunk", random.integer(1, 90));
+  if (random.chance(0.2)) line.set("soft_cap", random.integer(1, 30));
+  if (random.chance(0.3)) line.set("sinks", 1);
+}
+
+/// Draft trees, whose tokens are all keys.
+void set_tree(CaseLine& line, Random& random, std::size_t requests) {
+  line.set("kv", lengths(random, requests, 20, 300)).set("q", lengths(random, requests, 0, 20));
+  line.set("tree", std::string(random.chance(0.5) ? "chain" : "fork"));
+}
+
+void set_head_dims(CaseLine& line, Random& random) {
+  constexpr std::array<std::int64_t, 8> kDims = {64, 80, 96, 128, 256, 1, 30, 100};
+  const std::int64_t kv_heads = random.integer(1, 4);
+  line.set("heads", kv_heads * random.integer(1, 12)).set("kv_heads", kv_heads);
+  const std::int64_t qk = kDims[static_cast<std::size_t>(random.integer(0, 7))];
+  line.set("qk", qk);
+  if (random.chance(0.3)) line.set("v", length(random, 1, 200));
+}
+
+void fill_attention_decode(CaseLine& line, Random& random) {
+  const auto requests = static_cast<std::size_t>(random.integer(1, 6));
+  set_head_dims(line, random);
+  if (random.chance(0.25)) {
+    set_tree(line, random, requests);
+    set_rules(line, random, true);
+  } else {
+    const bool is_causal = random.chance(0.8);
+    line.set("kv", lengths(random, requests, 0, 400));
+    line.set("q", lengths(random, requests, 0, random.chance(0.5) ? 1 : 9));
+    line.set("causal", is_causal ? 1 : 0);
+    set_rules(line, random, is_causal);
+  }
+  line.set("block_size", block_size(random));
+  if (random.chance(0.3)) line.set("cache", dtype_word(random));
+  if (random.chance(0.3)) line.set("out", std::string("f32"));
+  if (random.chance(0.5)) line.set("padding", random.integer(1, 4));
+}
+
+void fill_gqa_append(CaseLine& line, Random& random) {
+  constexpr std::array<std::int64_t, 5> kDims = {64, 80, 128, 6, 30};
+  const std::int64_t qk = kDims[static_cast<std::size_t>(random.integer(0, 4))];
+  line.set("tokens", length(random, 0, 200)).set("skip", random.integer(0, 30));
+  line.set("kv_heads", random.integer(1, 9)).set("qk", qk).set("v", length(random, 1, 130));
+  line.set("block_size", block_size(random));
+  if (random.chance(0.3)) line.set("cache", dtype_word(random));
+  if (random.chance(0.4)) return;
+  line.set("rope", random.chance(0.5) ? qk : 2 * random.integer(1, qk / 2));
+  line.set("pairing", std::string(random.chance(0.5) ? "neox" : "interleaved"));
+}
+
 void fill_mla_decode(CaseLine& line, Random& random) {
   const auto requests = static_cast<std::size_t>(random.integer(1, 6));
   const bool has_real_dims = random.chance(0.5);
   line.set("heads", random.chance(0.5) ? 16 : random.integer(1, 33));
-  line.set("kv", lengths(random, requests, 0, has_real_dims ? 300 : 700));
-  line.set("q", lengths(random, requests, 0, random.chance(0.5) ? 1 : 5));
+  const bool is_causal = random.chance(0.8);
+  if (is_causal && random.chance(0.2)) {
+    set_tree(line, random, requests);
+  } else {
+    line.set("kv", lengths(random, requests, 0, has_real_dims ? 300 : 700));
+    line.set("q", lengths(random, requests, 0, random.chance(0.5) ? 1 : 5));
+  }
   line.set("kv_lora_rank", has_real_dims ? 512 : 8 * random.integer(1, 40));
   line.set("rope", has_real_dims ? 64 : 2 * random.integer(1, 32));
-  line.set("block_size", block_size(random)).set("causal", random.chance(0.8) ? 1 : 0);
+  line.set("block_size", block_size(random)).set("causal", is_causal ? 1 : 0);
+  set_rules(line, random, is_causal);
   if (random.chance(0.3)) line.set("cache", dtype_word(random));
   if (random.chance(0.3)) line.set("out", std::string("f32"));
   if (random.chance(0.5)) line.set("padding", random.integer(1, 4));
@@ -81,15 +141,24 @@ void fill_mla_decode(CaseLine& line, Random& random) {
 void fill_attention_prefill(CaseLine& line, Random& random) {
   const auto requests = static_cast<std::size_t>(random.integer(1, 4));
   const bool has_real_dims = random.chance(0.5);
-  const std::int64_t kv_heads = random.integer(1, 4);
-  line.set("heads", kv_heads * random.integer(1, 4)).set("kv_heads", kv_heads);
+  const bool is_paged = random.chance(0.4);
+  const bool is_causal = random.chance(0.6);
   line.set("tokens", lengths(random, requests, 0, 150));
   if (random.chance(0.5)) line.set("keys", lengths(random, requests, 0, 200));
-  const std::int64_t rope = random.chance(0.5) ? 2 * random.integer(1, 16) : 0;
-  line.set("qk", has_real_dims ? 192 : rope + length(random, 1, 150));
-  line.set("rope", has_real_dims && rope > 0 ? 64 : rope);
-  line.set("v", has_real_dims ? 128 : length(random, 1, 200));
-  line.set("causal", random.chance(0.6) ? 1 : 0);
+  if (is_paged) {
+    set_head_dims(line, random);
+    line.set("block_size", block_size(random));
+    if (random.chance(0.3)) line.set("cache", dtype_word(random));
+  } else {
+    const std::int64_t kv_heads = random.integer(1, 4);
+    line.set("heads", kv_heads * random.integer(1, 4)).set("kv_heads", kv_heads);
+    const std::int64_t rope = random.chance(0.5) ? 2 * random.integer(1, 16) : 0;
+    line.set("qk", has_real_dims ? 192 : rope + length(random, 1, 150));
+    line.set("rope", has_real_dims && rope > 0 ? 64 : rope);
+    line.set("v", has_real_dims ? 128 : length(random, 1, 200));
+  }
+  line.set("causal", is_causal ? 1 : 0);
+  set_rules(line, random, is_causal);
   if (random.chance(0.3)) line.set("out", std::string("f32"));
   if (random.chance(0.5)) line.set("padding", random.integer(1, 4));
 }
@@ -116,6 +185,10 @@ CaseLine random_case(const std::string& op, DType dtype, std::uint64_t seed) {
   Random random(seed);
   if (op == "mla_decode") {
     fill_mla_decode(line, random);
+  } else if (op == "attention_decode") {
+    fill_attention_decode(line, random);
+  } else if (op == "gqa_append") {
+    fill_gqa_append(line, random);
   } else if (op == "attention_prefill") {
     fill_attention_prefill(line, random);
   } else if (op == "mla_layer") {

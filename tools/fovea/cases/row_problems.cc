@@ -60,6 +60,7 @@ class RopeProblem : public Problem {
     config.dim = dim;
     config.theta = kTheta;
     config.max_position = kMaxPosition;
+    config.pairing = is_interleaved_ ? RopePairing::interleaved : RopePairing::neox;
     rotary_ = RotaryEmbedding(config);
     for (std::int64_t t = 0; t < tokens; ++t) {
       positions_.push_back(random_.integer(0, kMaxPosition - 1));
@@ -67,10 +68,8 @@ class RopeProblem : public Problem {
   }
   void run() override {
     rope(ctx_, {.x = x_.view,
-                .positions = TensorView::of(positions_.data(),
-                                            {static_cast<std::int64_t>(positions_.size())}),
-                .cos_sin = rotary_.cos_sin(),
-                .pairing = is_interleaved_ ? RopePairing::interleaved : RopePairing::neox});
+                .angles = rotary_.angles(TensorView::of(
+                    positions_.data(), {static_cast<std::int64_t>(positions_.size())}))});
   }
   Work work() const override {
     const auto elements = static_cast<double>(x_.view.numel());
@@ -116,12 +115,18 @@ class MergeStateProblem : public Problem {
     result_ = {poisoned_array({line.dtype(), {tokens_, heads_, dim_}, pad}),
                poisoned_array({DType::f32, {heads_, tokens_}, pad}),
                {}};
-    expected_ = oracle::merge(prefix_.expected, suffix_.expected, heads_, tokens_, dim_);
+    if (line.integer("sinks", 0, {0, 1}) == 1) {
+      sinks_ = normal_array({DType::f32, {heads_}}, random_, 2.0);
+    }
+    const std::vector<double> sinks = sinks_.view ? sinks_.values() : std::vector<double>{};
+    expected_ = oracle::merge(prefix_.expected, suffix_.expected, heads_, tokens_, dim_, sinks);
     written_ = alias == "none" ? &result_ : alias == "prefix" ? &prefix_ : &suffix_;
   }
   void run() override {
-    merge_state(
-        ctx_, {.prefix = prefix_.state(), .suffix = suffix_.state(), .result = written_->state()});
+    merge_state(ctx_, {.prefix = prefix_.state(),
+                       .suffix = suffix_.state(),
+                       .result = written_->state(),
+                       .sinks = sinks_.view});
   }
   Work work() const override {
     const auto elements = static_cast<double>(tokens_ * heads_ * dim_);
@@ -173,6 +178,7 @@ class MergeStateProblem : public Problem {
   Part prefix_;
   Part suffix_;
   Part result_;
+  Array sinks_;
   const Part* written_ = nullptr;
   oracle::AttentionResult expected_;
 };
