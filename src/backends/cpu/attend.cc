@@ -71,14 +71,18 @@ AttendState::AttendState(const Kernels& kernels, const AttendShape& shape, std::
   v_ = shape.values_in_keys ? k_ : carver.take(kTileTokens * v_stride_);
 }
 
-void AttendState::begin(std::int64_t rows) {
-  const std::int64_t padded = round_up(rows, kernels_.lanes);
-  std::fill_n(out_, rows * out_stride_, 0.f);
-  std::fill_n(row_max_, padded, -kInfinity);
-  std::fill_n(row_sum_, padded, 0.f);
-  // Lanes beyond the last row score 0 everywhere.
-  const std::int64_t last_vector = (padded - kernels_.lanes) * shape_.qk_channels;
-  if (padded != rows) std::fill_n(q_ + last_vector, kernels_.lanes * shape_.qk_channels, 0.f);
+void AttendState::begin(const HeadRows& heads) {
+  const std::int64_t lanes = kernels_.lanes;
+  for (std::int64_t head = 0; head < heads.num_heads; ++head) {
+    const std::int64_t first = head * heads.stride;
+    const std::int64_t padded = round_up(heads.count, lanes);
+    std::fill_n(out_ + first * out_stride_, heads.count * out_stride_, 0.f);
+    std::fill_n(row_max_ + first, padded, -kInfinity);
+    std::fill_n(row_sum_ + first, padded, 0.f);
+    // Lanes beyond the last row score 0 everywhere.
+    const std::int64_t last_vector = (first + padded - lanes) * shape_.qk_channels;
+    if (padded != heads.count) std::fill_n(q_ + last_vector, lanes * shape_.qk_channels, 0.f);
+  }
 }
 
 void AttendState::set_query(std::int64_t row, float factor) {
@@ -112,8 +116,9 @@ void AttendState::attend(std::int64_t row, std::int64_t count, const KeyInterval
   kernels_.attend(tile(row, count, keys));
 }
 
-void AttendState::attend_border(std::int64_t row, std::int64_t count, const KeyInterval& keys,
-                                const QueryRows& queries, const AttentionVariant& variant) {
+void AttendState::attend_border(std::int64_t first, std::int64_t row, std::int64_t count,
+                                const KeyInterval& keys, const QueryRows& queries,
+                                const AttentionVariant& variant) {
   std::uint64_t mask[kBlockRows];
   for (std::int64_t r = 0; r < count; ++r) {
     // Rows of a query token follow each other.
@@ -121,7 +126,7 @@ void AttendState::attend_border(std::int64_t row, std::int64_t count, const KeyI
     const bool repeats = r > 0 && query == queries.query_of(row + r - 1);
     mask[r] = repeats ? mask[r - 1] : visible_bits(variant, query, keys, queries.extent);
   }
-  AttendTile border = tile(row, count, keys);
+  AttendTile border = tile(first + row, count, keys);
   border.row_mask = mask;
   kernels_.attend(border);
 }

@@ -124,13 +124,15 @@ class Prefill {
                    std::int64_t head, const Reader& keys) const {
     const std::int64_t first_token =
         params_.schedule->cu_seqlens_q[static_cast<std::size_t>(request)] + queries.first_row;
-    state.begin(queries.count);
+    const HeadRows rows{.count = queries.count};
+    state.begin(rows);
     for (std::int64_t r = 0; r < queries.count; ++r) {
       const Row q = row_of(params_.q, {first_token + r, head});
       load_row(kernels_, q, shape_.qk_channels, state.query_buffer());
       state.set_query(r, params_.sm_scale * std::numbers::log2e_v<float>);
     }
-    attend_keys(state, queries, params_.variant, {0, queries.extent.num_keys}, keys);
+    attend_keys(state, rows, queries, params_.variant, {0, queries.extent.num_keys},
+                [&](std::int64_t) -> const Reader& { return keys; });
     const float sink = params_.sinks ? *params_.sinks.ptr<float>({head}) : kNoSink;
     for (std::int64_t r = 0; r < queries.count; ++r) {
       const std::int64_t t = first_token + r;

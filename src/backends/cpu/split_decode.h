@@ -22,7 +22,9 @@ struct DecodeCall {
   const TensorView& lse;    ///< Optional [N, T].
   const TensorView& sinks;  ///< Optional [N].
   std::int64_t num_kv_heads;
-  AttendShape shape;  ///< Without max_rows, which finished() fills in.
+  AttendShape shape;                 ///< Without max_rows, which finished() fills in.
+  std::int64_t max_head_rows = 0;    ///< Of a key head that are worked on at once.
+  std::int64_t max_state_heads = 1;  ///< Key heads that are.
 
   std::int64_t num_heads() const { return out.shape[1]; }
   /// Query heads that share keys.
@@ -32,7 +34,12 @@ struct DecodeCall {
   std::int64_t request_rows() const { return schedule.max_query_len * num_heads(); }
   DecodeCall finished() const {
     DecodeCall call = *this;
-    call.shape.max_rows = std::min(schedule.max_query_len * group(), kMaxRows);
+    call.max_head_rows = std::min(schedule.max_query_len * group(), kMaxRows);
+    const std::int64_t stride = HeadRows::stride_of(call.max_head_rows);
+    call.max_state_heads =
+        std::clamp<std::int64_t>(kMaxRows / std::max<std::int64_t>(stride, 1), 1, num_kv_heads);
+    call.shape.max_rows =
+        call.max_state_heads > 1 ? call.max_state_heads * stride : call.max_head_rows;
     call.shape.soft_cap = variant.soft_cap;
     return call;
   }
@@ -55,7 +62,8 @@ inline std::int64_t split_decode_bytes(const DecodeCall& call) {
 ///   void load_query(std::int64_t t, std::int64_t n, float* dst): row of shape.qk_channels;
 ///   Reader keys(std::int32_t request, std::int64_t kv_head): as attend_keys wants it.
 ///
-/// An item's worker takes the key heads one after the other. Rows of one are [query token][group].
+/// An item's worker takes as many key heads at once as its state has rows for. Rows of one are
+/// [query token][group].
 template <class Source>
 class SplitDecode {
  public:
@@ -84,47 +92,60 @@ class SplitDecode {
     const auto w = static_cast<std::size_t>(worker);
     for (std::int32_t i = schedule_.worker_begin[w]; i < schedule_.worker_begin[w + 1]; ++i) {
       const WorkItem& item = schedule_.items[static_cast<std::size_t>(i)];
-      for (std::int64_t head = 0; head < call_.num_kv_heads; ++head) run_item(state, item, head);
+      for (std::int64_t head = 0; head < call_.num_kv_heads; head += call_.max_state_heads) {
+        run_item(state, item, head);
+      }
       if (item.partial >= 0 && is_last_to_arrive(item.request)) combine(item.request);
     }
   }
 
-  void run_item(AttendState& state, const WorkItem& item, std::int64_t kv_head) {
+  /// Key heads [head, head + max_state_heads), as far as there are.
+  void run_item(AttendState& state, const WorkItem& item, std::int64_t head) {
     const SequenceExtent extent = extent_of(schedule_, item.request);
-    const auto keys = source_.keys(item.request, kv_head);
     const std::int64_t rows = extent.num_queries * call_.group();
-    for (std::int64_t first = 0; first < rows; first += call_.shape.max_rows) {
-      const QueryRows queries{.count = std::min(call_.shape.max_rows, rows - first),
+    for (std::int64_t first = 0; first < rows; first += call_.max_head_rows) {
+      const QueryRows queries{.count = std::min(call_.max_head_rows, rows - first),
                               .rows_per_query = call_.group(),
                               .first_row = first,
                               .extent = extent};
-      attend_rows(state, item, kv_head, queries, keys);
+      const HeadRows heads{.num_heads = std::min(call_.max_state_heads, call_.num_kv_heads - head),
+                           .count = queries.count,
+                           .stride = HeadRows::stride_of(call_.max_head_rows)};
+      attend_rows(state, item, head, heads, queries);
     }
   }
 
-  template <class Reader>
-  void attend_rows(AttendState& state, const WorkItem& item, std::int64_t kv_head,
-                   const QueryRows& queries, const Reader& keys) {
-    const std::int64_t first_token = first_token_of(item.request);
-    const auto head_of = [&](std::int64_t r) {
-      return kv_head * call_.group() + (queries.first_row + r) % call_.group();
-    };
-    state.begin(queries.count);
-    for (std::int64_t r = 0; r < queries.count; ++r) {
-      source_.load_query(first_token + queries.query_of(r), head_of(r), state.query_buffer());
-      state.set_query(r, call_.sm_scale * std::numbers::log2e_v<float>);
-    }
-    attend_keys(state, queries, call_.variant, {item.kv_begin, item.kv_end}, keys);
-    for (std::int64_t r = 0; r < queries.count; ++r) {
-      const std::int64_t query = queries.query_of(r);
-      const std::int64_t n = head_of(r);
+  void attend_rows(AttendState& state, const WorkItem& item, std::int64_t first_head,
+                   const HeadRows& heads, const QueryRows& queries) {
+    state.begin(heads);
+    for_each_row(heads, queries, [&](std::int64_t row, std::int64_t query, std::int64_t n) {
+      const std::int64_t head = first_head * call_.group() + n;
+      source_.load_query(first_token_of(item.request) + query, head, state.query_buffer());
+      state.set_query(row, call_.sm_scale * std::numbers::log2e_v<float>);
+    });
+    attend_keys(state, heads, queries, call_.variant, {item.kv_begin, item.kv_end},
+                [&](std::int64_t head) { return source_.keys(item.request, first_head + head); });
+    for_each_row(heads, queries, [&](std::int64_t row, std::int64_t query, std::int64_t n) {
+      const std::int64_t head = first_head * call_.group() + n;
       if (item.partial >= 0) {
-        const std::int64_t row = partial_row(item.partial, query, n);
-        partial_lse_[row] =
-            state.finish(r, row_of(partial_out_ + row * call_.shape.v_channels), kNoSink);
+        const std::int64_t part = partial_row(item.partial, query, head);
+        partial_lse_[part] =
+            state.finish(row, row_of(partial_out_ + part * call_.shape.v_channels), kNoSink);
       } else {
-        const std::int64_t t = first_token + query;
-        write_lse(t, n, state.finish(r, row_of(call_.out, {t, n}), sink_of(n)));
+        const std::int64_t t = first_token_of(item.request) + query;
+        const float lse = state.finish(row, row_of(call_.out, {t, head}), sink_of(head));
+        write_lse(t, head, lse);
+      }
+    });
+  }
+
+  /// Calls fn(row of the state, query token, query head counted from the first key head's).
+  template <class F>
+  void for_each_row(const HeadRows& heads, const QueryRows& queries, F&& fn) const {
+    for (std::int64_t head = 0; head < heads.num_heads; ++head) {
+      for (std::int64_t r = 0; r < heads.count; ++r) {
+        fn(head * heads.stride + r, queries.query_of(r),
+           head * call_.group() + (queries.first_row + r) % call_.group());
       }
     }
   }
