@@ -28,7 +28,8 @@ double unit_query(const ModelConfig& config, std::int64_t layer) {
 /// How much of its own key a local head's query holds beside a plain query of the same length: its
 /// logit with itself is then kLocalLogit above the others.
 double local_share(const GqaDims& dims, bool normed) {
-  const double share = kLocalLogit / (kPlainStd * std::sqrt(static_cast<double>(dims.head_dim)));
+  const double std = normed ? kNormedStd : kPlainStd;
+  const double share = kLocalLogit / (std * std::sqrt(static_cast<double>(dims.head_dim)));
   if (!normed) return share;
   // A norm takes the length away that the key adds; no share makes up for it in narrow heads.
   constexpr double kMost = 0.8;
@@ -84,7 +85,7 @@ AttentionWeights seeded_gqa(const ModelConfig& config, std::int64_t layer, Seede
   if (config.o_bias) w.o_bias = tensors.random(TensorId::o_bias, {H}, kBiasStd);
   if (config.qk_norm != QkNorm::none) {
     w.q_norm =
-        tensors.norm_weight(TensorId::q_norm, d.head_dim, static_cast<float>(kPlainStd * unit));
+        tensors.norm_weight(TensorId::q_norm, d.head_dim, static_cast<float>(kNormedStd * unit));
     w.k_norm = tensors.norm_weight(TensorId::k_norm, d.head_dim);
   }
   if (config.sinks) w.sinks = tensors.random(TensorId::sinks, {d.num_heads}, 1.0);

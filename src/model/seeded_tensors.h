@@ -73,6 +73,9 @@ constexpr std::int64_t kPeakedHead = 3;
 constexpr std::int64_t kLocalHead = 5;
 constexpr double kPeakedStd = 4.0;
 constexpr double kPlainStd = 3.0;
+// Of models that norm queries and keys, all heads alike: these are rounded twice more on their way
+// to the logit.
+constexpr double kNormedStd = 1.5;
 // A local head's logit of a token with itself: about a third of the weight among a thousand keys,
 // so that a lost last token shows.
 constexpr double kLocalLogit = 10.0;

@@ -20,7 +20,7 @@ STD = math.sqrt((65536.0 * 65536.0 - 1) / 3)
 NORM_SPREAD = np.float32(0.25)
 OUTLIER_PERIOD, OUTLIER_OFFSET, OUTLIER_GAIN = 64, 37, np.float32(6)
 HEAD_PERIOD, PEAKED_HEAD, LOCAL_HEAD = 8, 3, 5
-PEAKED_STD, PLAIN_STD, LOCAL_LOGIT = 4.0, 3.0, 10.0
+PEAKED_STD, PLAIN_STD, NORMED_STD, LOCAL_LOGIT = 4.0, 3.0, 1.5, 10.0
 OUTPUT_STD, BIAS_STD = 0.5, 0.5
 
 
@@ -72,7 +72,7 @@ def seeded_gqa_layer(config, seed, layer):
     unit = 1 / (scale * math.sqrt(D) * amplitude * amplitude)
     plain = 1.0 if normed else PLAIN_STD * unit
     peaked = 1.0 if normed else PEAKED_STD * unit
-    share = LOCAL_LOGIT / (PLAIN_STD * math.sqrt(D))
+    share = LOCAL_LOGIT / ((NORMED_STD if normed else PLAIN_STD) * math.sqrt(D))
     if normed:
         cosine = min(share, 0.8)
         share = cosine / math.sqrt(1 - cosine * cosine)
@@ -99,7 +99,7 @@ def seeded_gqa_layer(config, seed, layer):
     if config.get("o_bias"):
         w["o_bias"] = matrix(seed, layer, O_BIAS, 1, H, BIAS_STD)[0]
     if normed:
-        w["q_norm"] = norm_weight(seed, layer, Q_NORM, D, PLAIN_STD * unit)
+        w["q_norm"] = norm_weight(seed, layer, Q_NORM, D, NORMED_STD * unit)
         w["k_norm"] = norm_weight(seed, layer, K_NORM, D)
     if config.get("sinks"):
         w["sinks"] = matrix(seed, layer, SINKS, 1, N, 1.0)[0]
