@@ -67,6 +67,13 @@ std::vector<NamedOptions> cases() {
   add("nothing_turns", {.rope_dim = 0});
   add("turned_before_storing",
       {.shape = {.qk_norm = QkNorm::pre_rope}, .rope_fusion = RopeFusion::separate});
+  add("turned_on_the_way_by_request", {.rope_fusion = RopeFusion::fused});
+  add("norm_after_rotation_before_storing",
+      {.shape = {.qk_norm = QkNorm::post_rope}, .rope_fusion = RopeFusion::separate});
+  add("three_axes_of_qwen2_vl",
+      {.shape = {.dims = {.hidden_size = 40, .num_heads = 2, .num_kv_heads = 1, .head_dim = 128}},
+       .rope_dim = 128,
+       .sections = {.pairs = {24, 20, 20}}});
   add("three_axes", {.sections = {.pairs = {4, 2, 2}}});
   add("three_axes_interleaved_separate",
       {.sections = {.pairs = {4, 2, 2}, .interleaved = true}, .rope_fusion = RopeFusion::separate});
@@ -182,6 +189,16 @@ TEST(AttentionLayer, SeveralQueryTokensPerDecode) {
     world.run({{0, 30}, {1, 20}, {2, 5}});
     world.run({{0, 3}, {1, 2}, {2, 20}});
     world.run({{1, 4}, {0, 2}, {2, 1}});
+  }
+}
+
+TEST(AttentionLayer, BlocksOfTokensThatSeeEachOther) {
+  for (std::int64_t window_left : {-1, 5}) {
+    GqaWorld world(
+        {.shape = {.sinks = true}, .variant = {.causal = false, .window_left = window_left}},
+        {20, 20});
+    world.run({{0, 9}, {1, 9}});
+    world.run({{0, 4}, {1, 4}});
   }
 }
 

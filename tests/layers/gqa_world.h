@@ -354,7 +354,7 @@ class GqaWorld {
                            .qk_dim = dims_.head_dim,
                            .v_dim = dims_.v_head_dim,
                            .sm_scale = base.sm_scale,
-                           .causal = true,
+                           .causal = options_.variant.causal,
                            .window_left = options_.variant.window_left,
                            .attention_chunk = options_.variant.attention_chunk,
                            .soft_cap = options_.variant.soft_cap,
