@@ -60,6 +60,11 @@ void check_case(const CaseShape& shape, std::uint32_t seed) {
   MlaDecodeGeometry best;
   check_cuda(mla_decode_sm90_geometry(c.params, &best), "geometry");
   check_geometry(c, ref, best, shape.name + describe(best));
+  if (shape.format != CacheFormat::dense) {
+    const MlaDecodeGeometry few[] = {{16, 1, 1, 132}, {16, 1, 4, 5}, {32, 2, 8, 1}, {32, 1, 1, 7}};
+    for (const MlaDecodeGeometry& g : few) check_geometry(c, ref, g, shape.name + describe(g));
+    return;
+  }
   const MlaDecodeGeometry others[] = {{16, 1, 1, 132}, {16, 1, 4, 5}, {32, 1, 16, 3},
                                       {64, 2, 2, 33},  {64, 1, 8, 2}, {64, 2, 8, 1},
                                       {64, 2, 1, 7},   {64, 1, 1, 1}};
@@ -103,6 +108,33 @@ void check_replay() {
   cudaStreamDestroy(stream);
 }
 
+void check_format(CacheFormat format, const std::string& name, std::uint32_t& seed) {
+  constexpr auto bf16 = ElementType::bf16;
+  constexpr auto f16 = ElementType::f16;
+  constexpr auto f32 = ElementType::f32;
+  const auto check = [&](CaseShape shape) {
+    shape.name = name + " " + shape.name;
+    shape.format = format;
+    check_case(shape, ++seed);
+  };
+  check({"one key", 16, {1}, {1}});
+  check({"long", 16, {1, 1}, {3001, 64}, 64, bf16, f32});
+  check({"f16 queries, 40 heads", 40, {1, 2}, {700, 300}, 64, f16, f16});
+  check({"zero lengths", 12, {1, 1, 0, 1}, {0, 130, 40, 0}, 16, bf16, bf16, true, true, 2});
+  check({"large queries", 16, {1, 1}, {400, 1500}, 64, bf16, f32, true, true, 0, 0, 3e4f});
+  check({"tiny queries", 16, {1, 1}, {400, 1500}, 64, bf16, f32, true, true, 0, 0, 1e-20f});
+  check({"gaps", 16, {1, 2}, {300, 500}, 64, bf16, bf16, false, true, 0, 64});
+  for (const std::int64_t block : {1, 3, 16, 61, 128}) {
+    check({"block " + std::to_string(block), 16, {1, 1}, {333, 130}, block, bf16, bf16});
+  }
+  CaseShape nan{"NaN that the last query token alone sees", 24, {5, 1, 2}, {300, 77, 65}, 64};
+  nan.last_key_nan = true;
+  check(nan);
+  nan.window_left = 33;
+  nan.with_sinks = true;
+  check(nan);
+}
+
 void run_checks() {
   constexpr auto bf16 = ElementType::bf16;
   constexpr auto f16 = ElementType::f16;
@@ -134,7 +166,7 @@ void run_checks() {
   check_case({"more queries than keys", 16, {5, 3}, {2, 70}, 64, bf16, f32}, ++seed);
   check_case({"one winner", 16, {1, 1}, {400, 1500}, 64, bf16, f32, true, true, 0, 0, 40.f},
              ++seed);
-  check_case({"gaps, no lse", 40, {1, 2}, {300, 500}, 64, bf16, bf16, false, true, 0, 64}, ++seed);
+  check_case({"gaps, no lse", 40, {1, 2}, {300, 500}, 64, bf16, bf16, false, true, 0, 128}, ++seed);
   for (const std::int32_t heads : {1, 3, 20, 63, 126}) {
     check_case({"heads " + std::to_string(heads), heads, {1, 2}, {210, 450}, 64, bf16, bf16},
                ++seed);
@@ -176,6 +208,9 @@ void run_checks() {
     many.seq_lens.push_back(static_cast<std::int32_t>(random() % 300));
   }
   check_case(many, ++seed);
+  check_format(CacheFormat::int8_per_token, "int8", seed);
+  check_format(CacheFormat::fp8_e4m3, "fp8", seed);
+  check_format(CacheFormat::int4_per_token, "int4", seed);
   check_replay();
   std::printf("%d checks, %d failed\n", checks, failures);
 }
@@ -198,8 +233,29 @@ __global__ void fill_random(std::uint16_t* data, std::size_t n, std::uint32_t se
   }
 }
 
+/// Codes and scales of whole rows.
+__global__ void fill_rows(std::uint8_t* data, std::size_t rows, CacheFormat format, int row_bytes) {
+  for (std::size_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    std::uint8_t* at = data + row * row_bytes;
+    const int codes = format == CacheFormat::fp8_e4m3 ? row_bytes : row_bytes - 8;
+    for (int i = threadIdx.x; i < codes; i += blockDim.x) {
+      std::uint64_t x = (row << 10) + i + 1;
+      x = (x ^ (x >> 31)) * 0x9e3779b97f4a7c15ull;
+      x = (x ^ (x >> 29)) * 0xbf58476d1ce4e5b9ull;
+      const auto byte = static_cast<std::uint8_t>(x >> 40);
+      // Of e4m3 no NaN, and magnitudes up to 1.
+      at[i] = format == CacheFormat::fp8_e4m3 ? byte & 0xbf : byte;
+    }
+    if (codes < row_bytes && threadIdx.x < 2) {
+      reinterpret_cast<float*>(at + codes)[threadIdx.x] =
+          format == CacheFormat::int8_per_token ? 0.015f : 0.2f;
+    }
+  }
+}
+
 struct TimedShape {
   std::int32_t batch, heads, kv, query_len;
+  CacheFormat format = CacheFormat::dense;
 };
 
 struct Timing {
@@ -216,12 +272,18 @@ class TimedCase {
     int l2 = 0;
     check_cuda(cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, 0), "L2 size");
     const std::int64_t blocks = std::int64_t{s.batch} * (s.kv / 64);
-    const std::size_t elements = static_cast<std::size_t>(blocks) * 64 * kRow;
-    copies_ = static_cast<int>(std::max<std::size_t>(1, 2 * std::size_t(l2) / (2 * elements) + 1));
+    const std::size_t bytes = static_cast<std::size_t>(blocks) * 64 * row_bytes(s.format);
+    copies_ = static_cast<int>(std::max<std::size_t>(1, 2 * std::size_t(l2) / bytes + 1));
     if (copies_ > 1) copies_ = (copies_ + kCalls - 1) / kCalls * kCalls;
-    cache_ = DeviceArray<std::uint16_t>(elements * copies_);
+    cache_ = DeviceArray<std::uint8_t>(bytes * copies_);
     query_ = DeviceArray<std::uint16_t>(std::size_t{1} * s.batch * s.query_len * s.heads * kRow);
-    fill_random<<<1320, 256>>>(cache_.data(), cache_.size(), 1);
+    if (s.format == CacheFormat::dense) {
+      fill_random<<<1320, 256>>>(reinterpret_cast<std::uint16_t*>(cache_.data()),
+                                 cache_.size() / 2, 1);
+    } else {
+      fill_rows<<<1320, 256>>>(cache_.data(), cache_.size() / row_bytes(s.format), s.format,
+                               static_cast<int>(row_bytes(s.format)));
+    }
     fill_random<<<1320, 256>>>(query_.data(), query_.size(), 2);
     std::vector<std::int32_t> ids(blocks), starts(s.batch + 1), lens(s.batch, s.kv);
     std::iota(ids.begin(), ids.end(), 0);
@@ -246,8 +308,9 @@ class TimedCase {
     p.q_latent_head_stride = p.q_pe_head_stride = kRow;
     p.num_blocks = blocks;
     p.block_size = 64;
-    p.cache_row_stride = kRow;
-    p.cache_block_stride = 64 * kRow;
+    p.cache_format = s.format;
+    p.cache_row_stride = s.format == CacheFormat::dense ? kRow : row_bytes(s.format);
+    p.cache_block_stride = 64 * p.cache_row_stride;
     p.block_table = table_.data();
     p.block_table_stride = s.kv / 64;
     p.out = out_.data();
@@ -255,7 +318,7 @@ class TimedCase {
     p.out_token_stride = std::int64_t{s.heads} * kLatent;
     p.sm_scale = 1.f / std::sqrt(192.f);
     p.cache = cache_.data();
-    copy_elements_ = elements;
+    copy_bytes_ = bytes;
   }
 
   const MlaDecodeParams& params() const { return params_; }
@@ -272,7 +335,7 @@ class TimedCase {
       check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
       for (int i = 0; i < kCalls; ++i) {
         MlaDecodeParams p = params_;
-        p.cache = cache_.data() + copy_elements_ * ((first + i) % copies_);
+        p.cache = cache_.data() + copy_bytes_ * ((first + i) % copies_);
         check_cuda(mla_decode_sm90(p, g, workspace.data(), stream), "run");
       }
       check_cuda(cudaStreamEndCapture(stream, &graph), "end capture");
@@ -304,7 +367,7 @@ class TimedCase {
     Timing t{name, shape_, g};
     t.us = times[times.size() / 2] * 1000.0 / kCalls;
     const double keys = 1.0 * shape_.batch * shape_.kv;
-    t.tb_s = keys * kRow * 2 / t.us * 1e-6;
+    t.tb_s = keys * static_cast<double>(row_bytes(shape_.format)) / t.us * 1e-6;
     t.tflops = 2 * keys * shape_.query_len * shape_.heads * (kRow + kLatent) / t.us * 1e-6;
     return t;
   }
@@ -313,8 +376,9 @@ class TimedCase {
   static constexpr int kCalls = 20;
   TimedShape shape_;
   int copies_ = 1;
-  std::size_t copy_elements_ = 0;
-  DeviceArray<std::uint16_t> cache_, query_, out_;
+  std::size_t copy_bytes_ = 0;
+  DeviceArray<std::uint8_t> cache_;
+  DeviceArray<std::uint16_t> query_, out_;
   DeviceArray<std::int32_t> table_, starts_, lens_;
   MlaDecodeParams params_;
 };
@@ -330,10 +394,16 @@ void run_timings(bool sweep, const std::string& only, double seconds, const char
   const TimedShape shapes[] = {{1, 16, 4096, 1},   {1, 16, 32768, 1},  {1, 128, 32768, 1},
                                {8, 16, 8192, 1},   {128, 16, 8192, 1}, {128, 128, 8192, 1},
                                {1, 128, 4096, 1},  {32, 16, 8192, 1},  {32, 128, 8192, 1},
-                               {128, 64, 8192, 1}, {128, 16, 8192, 4}, {128, 32, 8192, 1}};
+                               {128, 64, 8192, 1}, {128, 16, 8192, 4}, {128, 32, 8192, 1},
+                               {128, 16, 8192, 1, CacheFormat::int8_per_token},
+                               {128, 16, 8192, 1, CacheFormat::fp8_e4m3},
+                               {128, 16, 8192, 1, CacheFormat::int4_per_token},
+                               {8, 16, 8192, 1, CacheFormat::int8_per_token},
+                               {128, 128, 8192, 1, CacheFormat::fp8_e4m3}};
   std::vector<Timing> results;
   for (const TimedShape& s : shapes) {
-    std::string name = "mla_decode_bf16_b" + std::to_string(s.batch) + "_h" +
+    constexpr const char* kFormats[] = {"bf16", "fp8_e4m3", "int8_per_token", "int4_per_token"};
+    std::string name = std::string("mla_decode_") + kFormats[static_cast<int>(s.format)] + "_b" + std::to_string(s.batch) + "_h" +
                        std::to_string(s.heads) + "_kv" + std::to_string(s.kv);
     if (s.query_len > 1) name += "_q" + std::to_string(s.query_len);
     if (name.find(only) == std::string::npos) continue;

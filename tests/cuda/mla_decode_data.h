@@ -6,6 +6,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -108,6 +109,7 @@ struct CaseShape {
   float spread = 1.f;              ///< Of the queries: large ones make one key win.
   std::int32_t window_left = -1;
   bool with_sinks = false;    ///< Of all sizes, infinite ones among them.
+  CacheFormat format = CacheFormat::dense;
   bool last_key_nan = false;  ///< Of each request with several query tokens: earlier ones are clean.
 };
 
@@ -115,14 +117,53 @@ constexpr int kLatent = 512;
 constexpr int kRope = 64;
 constexpr int kRow = kLatent + kRope;
 
+inline std::int64_t row_bytes(CacheFormat format) {
+  switch (format) {
+    case CacheFormat::dense:
+      return 2 * kRow;
+    case CacheFormat::fp8_e4m3:
+      return kRow;
+    case CacheFormat::int8_per_token:
+      return kRow + 8;
+    case CacheFormat::int4_per_token:
+      return kRow / 2 + 8;
+  }
+  return 0;
+}
+
+/// Random codes and scales, the latter of very different sizes. The NaN, if wanted, is in a code
+/// where the format has such codes, otherwise in the latent's scale.
+inline void fill_quantized_row(CacheFormat format, std::uint8_t* row, bool nan,
+                               std::mt19937& random) {
+  std::normal_distribution<float> normal;
+  if (format == CacheFormat::fp8_e4m3) {
+    for (int d = 0; d < kRow; ++d) {
+      row[d] = __nv_cvt_float_to_fp8(normal(random), __NV_SATFINITE, __NV_E4M3);
+    }
+    if (nan) row[random() % kRow] = 0x7f;
+    return;
+  }
+  const bool bytewise = format == CacheFormat::int8_per_token;
+  for (int i = 0; i < (bytewise ? kRow : kRow / 2); ++i) {
+    row[i] = static_cast<std::uint8_t>(bytewise ? static_cast<int>(random() % 255) - 127
+                                                : static_cast<int>(random() % 256));
+  }
+  const float unit = bytewise ? 0.015f : 0.2f;
+  float scales[2] = {unit * std::exp(normal(random)), unit * std::exp(normal(random))};
+  if (nan) scales[0] = NAN;
+  std::memcpy(row + (bytewise ? kRow : kRow / 2), scales, 8);
+}
+
 /// One case on the host and on the device. Queries are one [T, N, 576] tensor, outputs have gaps.
 struct Case {
   CaseShape shape;
   std::vector<std::int32_t> starts, table;
   std::int64_t table_width = 0, num_blocks = 0, row_stride = 0;
   std::int32_t tokens = 0;
-  std::vector<std::uint16_t> query, cache;
-  DeviceArray<std::uint16_t> d_query, d_cache;
+  std::vector<std::uint16_t> query;
+  std::vector<std::uint8_t> cache;
+  DeviceArray<std::uint16_t> d_query;
+  DeviceArray<std::uint8_t> d_cache;
   DeviceArray<std::int32_t> d_starts, d_lens, d_table;
   DeviceArray<std::uint8_t> d_out;
   DeviceArray<float> d_lse, d_sinks;
@@ -147,14 +188,14 @@ struct Case {
     }
     table_width += 3;
     num_blocks = used + 5;
-    row_stride = kRow + shape.row_gap;
+    row_stride = row_bytes(shape.format) + shape.row_gap;  // Bytes.
     std::vector<std::int32_t> ids(num_blocks);
     std::iota(ids.begin(), ids.end(), 0);
     std::shuffle(ids.begin(), ids.end(), random);
 
     constexpr std::int32_t kGarbage = 2147480000;
     table.assign(b * table_width, kGarbage);
-    cache.assign(num_blocks * shape.block_size * row_stride, 0xffff);  // NaN in both types.
+    cache.assign(num_blocks * shape.block_size * row_stride, 0xff);  // NaN in all types and scales.
     query.resize(std::size_t{1} * tokens * shape.heads * kRow);
     for (auto& q : query) q = encode(shape.type, shape.spread * normal(random));
     for (std::size_t i = starts.back() * std::size_t{1} * shape.heads * kRow; i < query.size(); ++i)
@@ -164,11 +205,18 @@ struct Case {
       for (std::int32_t k = 0; k < shape.seq_lens[r]; ++k) {
         std::int32_t& id = table[r * table_width + k / shape.block_size];
         if (k % shape.block_size == 0) id = ids[next++];
-        std::uint16_t* row = &cache[(id * shape.block_size + k % shape.block_size) * row_stride];
-        for (int d = 0; d < kRow; ++d) row[d] = encode(shape.type, normal(random));
-        if (shape.last_key_nan && shape.query_lens[r] > 1 && k + 1 == shape.seq_lens[r]) {
-          row[random() % kRow] = 0xffff;
+        std::uint8_t* row = &cache[row_at(r, k)];
+        const bool nan =
+            shape.last_key_nan && shape.query_lens[r] > 1 && k + 1 == shape.seq_lens[r];
+        if (shape.format != CacheFormat::dense) {
+          fill_quantized_row(shape.format, row, nan, random);
+          continue;
         }
+        for (int d = 0; d < kRow; ++d) {
+          const std::uint16_t bits = encode(shape.type, normal(random));
+          std::memcpy(row + 2 * d, &bits, 2);
+        }
+        if (nan) std::memset(row + 2 * (random() % kRow), 0xff, 2);
       }
     }
     for (std::int32_t head = 0; head < shape.heads; ++head) {
@@ -178,9 +226,30 @@ struct Case {
     upload();
   }
 
+  /// Where the row of a request's key begins, in bytes.
+  std::int64_t row_at(std::size_t request, std::int32_t key) const {
+    const std::int64_t id = table[request * table_width + key / shape.block_size];
+    return (id * shape.block_size + key % shape.block_size) * row_stride;
+  }
+
+  double element(std::int64_t row, int d) const {
+    const std::uint8_t* bytes = cache.data() + row;
+    if (shape.format == CacheFormat::dense) return decode(shape.type, bytes, d);
+    if (shape.format == CacheFormat::fp8_e4m3) {
+      const __half_raw half = __nv_cvt_fp8_to_halfraw(bytes[d], __NV_E4M3);
+      return double{__half2float(__half(half))} * params.cache_scale;
+    }
+    const bool bytewise = shape.format == CacheFormat::int8_per_token;
+    float scale;
+    std::memcpy(&scale, bytes + (bytewise ? kRow : kRow / 2) + (d < kLatent ? 0 : 4), 4);
+    const int code = bytewise ? static_cast<std::int8_t>(bytes[d])
+                              : ((bytes[d / 2] >> (d % 2 * 4) & 15) ^ 8) - 8;
+    return double{scale} * code;
+  }
+
   void upload() {
     d_query = DeviceArray<std::uint16_t>(query);
-    d_cache = DeviceArray<std::uint16_t>(cache);
+    d_cache = DeviceArray<std::uint8_t>(cache);
     d_starts = DeviceArray<std::int32_t>(starts);
     d_lens = DeviceArray<std::int32_t>(shape.seq_lens);
     d_table = DeviceArray<std::int32_t>(table);
@@ -204,8 +273,10 @@ struct Case {
     p.cache = d_cache.data();
     p.num_blocks = num_blocks;
     p.block_size = shape.block_size;
-    p.cache_row_stride = row_stride;
-    p.cache_block_stride = row_stride * shape.block_size;
+    p.cache_format = shape.format;
+    p.cache_scale = 0.7f;
+    p.cache_row_stride = shape.format == CacheFormat::dense ? row_stride / 2 : row_stride;
+    p.cache_block_stride = p.cache_row_stride * shape.block_size;
     p.block_table = d_table.data();
     p.block_table_stride = table_width;
     p.out_type = shape.out_type;
@@ -242,15 +313,11 @@ inline void reference_row(const Case& c, std::int32_t token, std::int32_t head, 
   std::vector<double> q(kRow), score(std::max(visible, 0));
   const std::size_t q_at = (std::size_t{1} * token * s.heads + head) * kRow;
   for (int d = 0; d < kRow; ++d) q[d] = decode(s.type, c.query.data(), q_at + d);
-  const auto row_at = [&](std::int32_t k) {
-    const std::int64_t id = c.table[r * c.table_width + k / s.block_size];
-    return (id * s.block_size + k % s.block_size) * c.row_stride;
-  };
   double max = -INFINITY;
   for (std::int32_t k = first; k < visible; ++k) {
     double dot = 0;
-    const std::int64_t at = row_at(k);
-    for (int d = 0; d < kRow; ++d) dot += q[d] * decode(s.type, c.cache.data(), at + d);
+    const std::int64_t at = c.row_at(r, k);
+    for (int d = 0; d < kRow; ++d) dot += q[d] * c.element(at, d);
     score[k] = dot * static_cast<double>(c.params.sm_scale);
     max = std::max(max, score[k]);
   }
@@ -259,8 +326,8 @@ inline void reference_row(const Case& c, std::int32_t token, std::int32_t head, 
   for (std::int32_t k = first; k < visible; ++k) {
     const double w = std::exp(score[k] - max);
     sum += w;
-    const std::int64_t at = row_at(k);
-    for (int d = 0; d < kLatent; ++d) out[d] += w * decode(s.type, c.cache.data(), at + d);
+    const std::int64_t at = c.row_at(r, k);
+    for (int d = 0; d < kLatent; ++d) out[d] += w * c.element(at, d);
   }
   const double sink = s.with_sinks ? std::exp(c.sinks[head] - max) : 0;
   for (int d = 0; d < kLatent; ++d) out[d] /= sum + sink;

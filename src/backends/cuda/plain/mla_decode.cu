@@ -1,5 +1,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include "backends/cuda/plain/mla_decode.h"
 
@@ -34,6 +35,23 @@ __device__ void store(void* base, ElementType type, std::int64_t at, float value
   }
 }
 
+/// Channel d of the cache row that begins at `row` (elements of a dense cache, otherwise bytes).
+__device__ float cache_element(const MlaDecodeParams& p, std::int64_t row, int d) {
+  if (p.cache_format == CacheFormat::dense) return load(p.cache, p.cache_type, row + d);
+  const auto* bytes = static_cast<const std::uint8_t*>(p.cache) + row;
+  if (p.cache_format == CacheFormat::fp8_e4m3) {
+    const __half_raw half = __nv_cvt_fp8_to_halfraw(bytes[d], __NV_E4M3);
+    return __half2float(__half(half)) * p.cache_scale;
+  }
+  const int channels = p.latent_dim + p.rope_dim;
+  const bool bytewise = p.cache_format == CacheFormat::int8_per_token;
+  const auto* scales = reinterpret_cast<const float*>(bytes + (bytewise ? channels : channels / 2));
+  const float scale = scales[d < p.latent_dim ? 0 : 1];
+  if (bytewise) return static_cast<float>(static_cast<std::int8_t>(bytes[d])) * scale;
+  const int nibble = bytes[d / 2] >> (d % 2 * 4) & 15;
+  return static_cast<float>((nibble ^ 8) - 8) * scale;
+}
+
 /// The request that owns `token`; num_requests when none does.
 __device__ int request_of(const MlaDecodeParams& p, int token) {
   int low = 0, high = p.num_requests;
@@ -50,7 +68,7 @@ __device__ int request_of(const MlaDecodeParams& p, int token) {
 
 /// One block per query token and head. A warp takes every fourth key and keeps its own maximum, sum
 /// and output; a lane holds every 32nd channel. The warps' results are merged at the end.
-__global__ void __launch_bounds__(kWarps * 32) mla_decode_plain_kernel(MlaDecodeParams p) {
+__global__ void __launch_bounds__(kWarps * 32, 1) mla_decode_plain_kernel(MlaDecodeParams p) {
   __shared__ float warp_max[kWarps], warp_sum[kWarps];
   __shared__ float warp_out[kWarps][kMaxDim];
   const int token = blockIdx.x;
@@ -90,7 +108,7 @@ __global__ void __launch_bounds__(kWarps * 32) mla_decode_plain_kernel(MlaDecode
 #pragma unroll
     for (int i = 0; i < kMaxPerLane; ++i) {
       const int d = lane + 32 * i;
-      value[i] = d < row_dim ? load(p.cache, p.cache_type, row + d) : 0.f;
+      value[i] = d < row_dim ? cache_element(p, row, d) : 0.f;
       dot += q[i] * value[i];
     }
     for (int step = 16; step > 0; step /= 2) dot += __shfl_xor_sync(~0u, dot, step);

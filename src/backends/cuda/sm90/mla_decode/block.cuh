@@ -53,6 +53,26 @@ struct Job {
   std::int32_t slot;                   ///< Of the partial result, otherwise.
 };
 
+/// What the score warpgroup hands to the output warpgroups beside P, and what these need at the end
+/// of a job.
+template <int kRows>
+struct Handover {
+  float message[2][kRows];  ///< With P: [0] factors of the output. At the end: max (log2) and sum.
+  std::uint64_t p_full;
+  std::uint64_t p_empty;
+  std::uint64_t exchanged;  ///< The results of all blocks of the cluster's row tile are in memory.
+  Job job;                  ///< Of the output warpgroups, whose registers are full.
+  std::int32_t rescale;     ///< Some factor of the message is not 1.
+  std::int32_t last_arriver;  ///< This block merges.
+
+  /// Run by one thread.
+  __device__ void init(int splits) {
+    ptx::mbarrier_init(ptx::shared_address(&p_full), 128);
+    ptx::mbarrier_init(ptx::shared_address(&p_empty), kOutputThreads / 32);
+    ptx::mbarrier_init(ptx::shared_address(&exchanged), splits);
+  }
+};
+
 /// Shared memory of one block. Operand tiles come first: they are 1024-byte aligned.
 template <int kRows>
 struct SharedMemory {
@@ -62,23 +82,18 @@ struct SharedMemory {
   std::uint8_t ring[kSlots][kChunkBytes];  ///< Chunks on their way.
   std::uint8_t q[kChunks][kRows * 128];
   std::uint8_t p[kRows * 128];  ///< P^T [rows][64 keys]
-  float message[2][kRows];  ///< With P: [0] factors of the output. At the end: max (log2) and sum.
   float warp_max[2][4][kRows];
   std::uint64_t full[kSlots];
   std::uint64_t empty[kSlots];
-  std::uint64_t p_full;
-  std::uint64_t p_empty;
-  std::uint64_t exchanged;  ///< The results of all blocks of the cluster's row tile are in memory.
   std::uint8_t query_of_row[kRows];  ///< Its query token less the first row's.
-  Job job;  ///< Of the output warpgroups, whose registers are full.
-  std::int32_t rescale;       ///< Some factor of the message is not 1.
-  std::int32_t last_arriver;  ///< This block merges.
+  Handover<kRows> handover;
 };
 
 struct KernelParams {
   MlaDecodeParams op;
   MlaDecodeGeometry geometry;
   std::int32_t box_rows;     ///< Keys that one copy brings.
+  bool bulk_rows;            ///< Quantised rows can come by bulk copies.
   const GroupRange* ranges;  ///< [num_groups]
   std::uint32_t* counters;   ///< [2 num_groups][row_tiles_per_group][splits_per_group]
   float* partial_stats;      ///< The same, then [2][rows].

@@ -35,9 +35,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::mbarrier_init(ptx::shared_address(&s.full[i]), 1);
       ptx::mbarrier_init(ptx::shared_address(&s.empty[i]), 4);  // The reading warps.
     }
-    ptx::mbarrier_init(ptx::shared_address(&s.p_full), 128);
-    ptx::mbarrier_init(ptx::shared_address(&s.p_empty), kOutputThreads / 32);
-    ptx::mbarrier_init(ptx::shared_address(&s.exchanged), splits);
+    s.handover.init(splits);
     ptx::mbarrier_init_fence();
   }
   if (splits > 1) {  // The others' barriers are arrived at.
@@ -62,13 +60,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::wait_for_previous_kernel();
     while (walk.next(job)) {
       ptx::named_barrier(kOutputBarrier, kOutputThreads);  // The job before is not read any more.
-      if (threadIdx.x == 0) s.job = job;
+      if (threadIdx.x == 0) s.handover.job = job;
       ptx::named_barrier(kOutputBarrier, kOutputThreads);
       accumulate_tiles<T, kRows>(job.tile_end - job.tile_begin, s, ring, message, out);
       if (splits == 1) {
-        finish_alone<T, kRows>(k, s.job, walk, partials, s, out);
+        finish_alone<kRows, DenseOrder>(k, walk, partials, s.handover, out);
       } else {
-        finish_in_cluster<T, kRows>(k, s.job, walk, partials, s, out, turn++);
+        finish_in_cluster<kRows, DenseOrder>(k, walk, partials, s.handover, out, turn++);
       }
     }
   } else if (warp < 4 * kOutputWarpgroups + 4) {

@@ -5,6 +5,8 @@
 
 #include "backends/cuda/sm90/mla_decode/kernel.cuh"
 #include "backends/cuda/sm90/mla_decode/mla_decode.h"
+#include "backends/cuda/sm90/mla_decode/plan.cuh"
+#include "backends/cuda/sm90/mla_decode/quantized.h"
 
 namespace fovea::cuda {
 namespace {
@@ -46,19 +48,26 @@ Kernel kernel_of(std::int32_t rows) {
   }
 }
 
-Kernel kernel_of(ElementType type, std::int32_t rows) {
-  return type == ElementType::bf16 ? kernel_of<__nv_bfloat16>(rows) : kernel_of<__half>(rows);
-}
+template <int kRows>
+constexpr std::size_t dense_bytes = sizeof(mla::SharedMemory<kRows>);
 
-std::size_t shared_bytes(std::int32_t rows) {
-  switch (rows) {
-    case 16:
-      return sizeof(mla::SharedMemory<16>);
-    case 32:
-      return sizeof(mla::SharedMemory<32>);
-    default:
-      return sizeof(mla::SharedMemory<64>);
+/// The kernel of a launch, as the runtime takes it.
+struct Function {
+  const void* address;
+  std::size_t shared_bytes;
+};
+
+Function function_of(const MlaDecodeParams& p, std::int32_t rows) {
+  if (p.cache_format != CacheFormat::dense) {
+    const mla::QuantizedKernel kernel = mla::quantized_kernel(p.cache_format, rows);
+    return {reinterpret_cast<const void*>(kernel.function), kernel.shared_bytes};
   }
+  const Kernel kernel = p.query_type == ElementType::bf16 ? kernel_of<__nv_bfloat16>(rows)
+                                                          : kernel_of<__half>(rows);
+  const std::size_t bytes = rows == 16   ? dense_bytes<16>
+                            : rows == 32 ? dense_bytes<32>
+                                         : dense_bytes<64>;
+  return {reinterpret_cast<const void*>(kernel), bytes};
 }
 static_assert(sizeof(mla::SharedMemory<16>) <= 227 * 1024);
 static_assert(sizeof(mla::SharedMemory<32>) <= 227 * 1024);
@@ -69,11 +78,11 @@ struct Launch {
   cudaLaunchAttribute attributes[2]{};
 
   Launch(const Launch&) = delete;
-  Launch(const MlaDecodeGeometry& g, cudaStream_t stream) {
+  Launch(const MlaDecodeGeometry& g, const Function& function, cudaStream_t stream) {
     const auto cluster = static_cast<unsigned>(g.row_tiles_per_group * g.splits_per_group);
     config.gridDim = dim3(static_cast<unsigned>(g.num_groups) * cluster);
     config.blockDim = dim3(mla::kThreads);
-    config.dynamicSmemBytes = shared_bytes(g.rows);
+    config.dynamicSmemBytes = function.shared_bytes;
     config.stream = stream;
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim.x = cluster;
@@ -86,12 +95,12 @@ struct Launch {
   }
 };
 
-cudaError_t prepare(Kernel kernel, std::int32_t rows) {
-  const auto* function = reinterpret_cast<const void*>(kernel);
-  cudaError_t status = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                            static_cast<int>(shared_bytes(rows)));
+cudaError_t prepare(const Function& function) {
+  const cudaError_t status =
+      cudaFuncSetAttribute(function.address, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           static_cast<int>(function.shared_bytes));
   if (status != cudaSuccess) return status;
-  return cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  return cudaFuncSetAttribute(function.address, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
 }
 
 PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
@@ -132,6 +141,15 @@ cudaError_t encode_tensor_map(const MlaDecodeParams& p, CUtensorMap* map) {
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+/// Whether a box of quantised rows is contiguous and 16-byte aligned.
+bool rows_come_in_bulk(const MlaDecodeParams& p) {
+  const std::int64_t row_bytes = mla::quantized_kernel(p.cache_format, 16).row_bytes;
+  const std::int64_t box = box_rows(p);
+  return (box == 1 || p.cache_row_stride == row_bytes) && box * row_bytes % 16 == 0 &&
+         box * p.cache_row_stride % 16 == 0 && p.cache_block_stride % 16 == 0 &&
+         reinterpret_cast<std::uintptr_t>(p.cache) % 16 == 0;
+}
+
 bool is_multiple(const void* pointer, std::uintptr_t of) {
   return reinterpret_cast<std::uintptr_t>(pointer) % of == 0;
 }
@@ -143,14 +161,19 @@ const char* mla_decode_sm90_declines(const MlaDecodeParams& p) {
     return "rows must have 512 latent and 64 rope channels";
   }
   if (p.query_type == ElementType::f32) return "queries must be bf16 or f16";
-  if (p.cache_type != p.query_type) return "cache and queries must have one dtype";
+  const bool dense = p.cache_format == CacheFormat::dense;
+  if (dense && p.cache_type != p.query_type) return "cache and queries must have one dtype";
   if (p.num_heads < 1 || p.num_heads > 128) return "heads must be 1 to 128";
   const std::int64_t query_strides =
       p.q_latent_token_stride | p.q_latent_head_stride | p.q_pe_token_stride | p.q_pe_head_stride;
   if (!is_multiple(p.q_latent, 16) || !is_multiple(p.q_pe, 16) || query_strides % 8 != 0) {
     return "query rows must be 16-byte aligned";
   }
-  if (!is_multiple(p.cache, 16) || (p.cache_row_stride | p.cache_block_stride) % 8 != 0) {
+  if (!dense &&
+      (!is_multiple(p.cache, 8) || (p.cache_row_stride | p.cache_block_stride) % 8 != 0)) {
+    return "quantised cache rows must be 8-byte aligned";
+  }
+  if (dense && (!is_multiple(p.cache, 16) || (p.cache_row_stride | p.cache_block_stride) % 8 != 0)) {
     return "cache rows must be 16-byte aligned";
   }
   constexpr std::int64_t kMaxStride = std::int64_t{1} << 39;  // 40 bits of bytes.
@@ -168,7 +191,8 @@ const char* mla_decode_sm90_declines(const MlaDecodeParams& p) {
 cudaError_t mla_decode_sm90_geometry(const MlaDecodeParams& p, MlaDecodeGeometry* geometry) {
   MlaDecodeGeometry g;
   const std::int64_t rows = std::int64_t{p.num_heads} * std::max(p.max_query_len, 1);
-  g.rows = rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
+  const bool dense = p.cache_format == CacheFormat::dense;
+  g.rows = rows <= 16 ? 16 : rows <= 32 || !dense ? 32 : 64;
   g.row_tiles_per_group = rows > g.rows ? 2 : 1;
 
   int device = 0, multiprocessors = 0;
@@ -183,14 +207,13 @@ cudaError_t mla_decode_sm90_geometry(const MlaDecodeParams& p, MlaDecodeGeometry
   const std::int64_t rows_per_job = std::int64_t{g.rows} * g.row_tiles_per_group;
   const std::int64_t jobs_per_request = (rows + rows_per_job - 1) / rows_per_job;
   const std::int64_t jobs = std::max<std::int64_t>(p.num_requests, 1) * jobs_per_request;
-  const Kernel kernel = kernel_of(p.query_type, g.rows);
-  status = prepare(kernel, g.rows);
+  const Function function = function_of(p, g.rows);
+  status = prepare(function);
   if (status != cudaSuccess) return status;
   for (g.splits_per_group = mla::kMaxSplits / g.row_tiles_per_group;; g.splits_per_group /= 2) {
-    Launch launch(g, nullptr);
+    Launch launch(g, function, nullptr);
     int clusters = 0;
-    status = cudaOccupancyMaxActiveClusters(&clusters, reinterpret_cast<const void*>(kernel),
-                                            &launch.config);
+    status = cudaOccupancyMaxActiveClusters(&clusters, function.address, &launch.config);
     if (status != cudaSuccess) return status;
     g.num_groups = std::max(clusters, 1);
     if (clusters > jobs) g.num_groups -= static_cast<int>(clusters % jobs);
@@ -223,26 +246,29 @@ cudaError_t mla_decode_sm90_plan(const MlaDecodeParams& p, const MlaDecodeGeomet
 
 cudaError_t mla_decode_sm90(const MlaDecodeParams& p, const MlaDecodeGeometry& g, void* workspace,
                             cudaStream_t stream) {
-  CUtensorMap map;
-  cudaError_t status = encode_tensor_map(p, &map);
+  const bool quantized = p.cache_format != CacheFormat::dense;
+  const Function function = function_of(p, g.rows);
+  cudaError_t status = prepare(function);
   if (status != cudaSuccess) return status;
-  const Kernel kernel = kernel_of(p.query_type, g.rows);
-  status = prepare(kernel, g.rows);
+  CUtensorMap map{};
+  if (!quantized) status = encode_tensor_map(p, &map);
   if (status != cudaSuccess) return status;
 
   const WorkspaceLayout layout(g);
   auto* base = static_cast<std::byte*>(workspace);
-  const KernelParams params{p,
+  KernelParams params{p,
                             g,
                             box_rows(p),
+                            quantized && rows_come_in_bulk(p),
                             reinterpret_cast<const mla::GroupRange*>(base),
                             reinterpret_cast<std::uint32_t*>(base + layout.counters),
                             reinterpret_cast<float*>(base + layout.stats),
                             reinterpret_cast<float*>(base + layout.out),
                             reinterpret_cast<float*>(base + layout.exchange_stats),
                             reinterpret_cast<float*>(base + layout.exchange_out)};
-  const Launch launch(g, stream);
-  return cudaLaunchKernelEx(&launch.config, kernel, params, map);
+  const Launch launch(g, function, stream);
+  void* arguments[] = {&params, &map};
+  return cudaLaunchKernelExC(&launch.config, function.address, arguments);
 }
 
 }  // namespace fovea::cuda

@@ -26,12 +26,12 @@ __device__ void accumulate_tiles(std::int32_t tiles, SharedMemory<kRows>& s,
     for (int e = 0; e < kRows / 2; ++e) out[i][e] = 0.f;
   }
   for (; tiles > 0; --tiles) {
-    ptx::mbarrier_wait(ptx::shared_address(&s.p_full), message & 1);
+    ptx::mbarrier_wait(ptx::shared_address(&s.handover.p_full), message & 1);
     ++message;
-    if (s.rescale) {
+    if (s.handover.rescale) {
 #pragma unroll
       for (int j = 0; j < kBlocks; ++j) {
-        const float2 factor = *reinterpret_cast<const float2*>(&s.message[0][8 * j + 2 * c]);
+        const float2 factor = *reinterpret_cast<const float2*>(&s.handover.message[0][8 * j + 2 * c]);
 #pragma unroll
         for (int i = 0; i < kChunksPerOutput; ++i) {
           out[i][4 * j] *= factor.x;
@@ -71,12 +71,19 @@ __device__ void accumulate_tiles(std::int32_t tiles, SharedMemory<kRows>& s,
     release(3);
 #pragma unroll
     for (int i = 0; i < kChunksPerOutput; ++i) ptx::pin(out[i]);
-    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&s.p_empty));
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&s.handover.p_empty));
     ring.advance(kChunks);
   }
-  ptx::mbarrier_wait(ptx::shared_address(&s.p_full), message & 1);
+  ptx::mbarrier_wait(ptx::shared_address(&s.handover.p_full), message & 1);
   ++message;
 }
+
+/// Which channels a thread's fragments are: of chunk `chunk`, rows g and g + 8 of warp `warp`'s 16
+/// are channels channel() and channel() + kStep.
+struct DenseOrder {
+  static constexpr int kStep = 8;
+  static __device__ int channel(int chunk, int warp, int g) { return chunk * 64 + warp * 16 + g; }
+};
 
 /// Where a thread's four values of chunk `chunk`, column block `j` lie in a whole result
 /// [512 x rows]: 128 threads' float4 side by side.
@@ -85,62 +92,7 @@ __device__ __forceinline__ int fragment_index(int chunk, int j, int thread) {
   return (chunk * (kRows / 8) + j) * 128 + thread;
 }
 
-/// Writes normalised outputs straight from the fragments.
-template <typename T, int kRows>
-__device__ void store_output(const KernelParams& k, const Job& job, const SharedMemory<kRows>& s,
-                             const OutputFragment<kRows>& out) {
-  constexpr int kBlocks = kRows / 8;
-  const int thread = threadIdx.x % 128;
-  const int lane = thread % 32;
-  const int g = lane / 4;
-  const int c = lane % 4;
-  const int first_channel = threadIdx.x / 128 * kChunksPerOutput * 64 + thread / 32 * 16;
-  const MlaDecodeParams& op = k.op;
-  for (int row = threadIdx.x; row < kRows; row += kOutputThreads) {
-    store_lse(op, job, row, s.message[0][row], s.message[1][row]);
-  }
-#pragma unroll
-  for (int j = 0; j < kBlocks; ++j) {
-    const float2 sums = *reinterpret_cast<const float2*>(&s.message[1][8 * j + 2 * c]);
-    const int column = 8 * j + 2 * c;
-    const float inverse0 = inverse_sum(op, job, column, s.message[0][column], sums.x);
-    const float inverse1 = inverse_sum(op, job, column + 1, s.message[0][column + 1], sums.y);
-    if (op.out_type == ElementType::f32) {
-#pragma unroll
-      for (int b = 0; b < 2; ++b) {
-        const int row = 8 * j + 2 * c + b;
-        if (row >= job.num_rows) continue;
-        float* to = static_cast<float*>(op.out) + out_offset(op, job, row) + first_channel + g;
-        const float inverse = b == 0 ? inverse0 : inverse1;
-#pragma unroll
-        for (int i = 0; i < kChunksPerOutput; ++i) {
-          to[i * 64] = out[i][4 * j + b] * inverse;
-          to[i * 64 + 8] = out[i][4 * j + 2 + b] * inverse;
-        }
-      }
-      continue;
-    }
-    // A transposition across the warp brings a row's neighbouring channels together.
-    const int row = 8 * j + g;
-    const bool exists = row < job.num_rows;
-    std::uint16_t* to = static_cast<std::uint16_t*>(op.out) +
-                        (exists ? out_offset(op, job, row) : 0) + first_channel + 2 * c;
-    const bool bf16 = op.out_type == ElementType::bf16;
-#pragma unroll
-    for (int i = 0; i < kChunksPerOutput; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float a = out[i][4 * j + 2 * half] * inverse0;
-        const float b = out[i][4 * j + 2 * half + 1] * inverse1;
-        const std::uint32_t turned =
-            ptx::transpose_matrix(bf16 ? pack<__nv_bfloat16>(a, b) : pack<__half>(a, b));
-        if (exists) *reinterpret_cast<std::uint32_t*>(to + i * 64 + half * 8) = turned;
-      }
-    }
-  }
-}
-
-/// One float4 of a merged result: 2 channels (8 apart) x 2 rows.
+/// One float4 of a merged result: 2 channels x 2 rows.
 struct MergedValue {
   float4 value;  ///< Sum of weight * value.
   float2 max;    ///< Of the two rows.
@@ -196,21 +148,23 @@ __device__ __forceinline__ MergedValue merge_values(int count, Stats stats, Valu
 }
 
 /// Which part of a result the float4 at `index` is.
-template <int kRows>
+template <int kRows, typename Order>
 struct FragmentPlace {
   int channel, column;
+  bool first_channels;  ///< One of the threads that hold these rows.
   __device__ explicit FragmentPlace(int index) {
     const int thread = index % 128;
     const int tile = index / 128;
-    channel = tile / (kRows / 8) * 64 + thread / 32 * 16 + thread % 32 / 4;
+    channel = Order::channel(tile / (kRows / 8), thread / 32, thread % 32 / 4);
     column = tile % (kRows / 8) * 8 + thread % 4 * 2;
+    first_channels = thread / 4 == 0;
   }
 };
 
 /// Writes a merged float4; the thread that holds channel 0 also writes the rows' lse.
-template <int kRows>
+template <int kRows, typename Order>
 __device__ __forceinline__ void store_merged(const KernelParams& k, const Job& job,
-                                             const FragmentPlace<kRows>& place,
+                                             const FragmentPlace<kRows, Order>& place,
                                              const MergedValue& m) {
 #pragma unroll
   for (int b = 0; b < 2; ++b) {
@@ -220,7 +174,7 @@ __device__ __forceinline__ void store_merged(const KernelParams& k, const Job& j
     const float inverse = inverse_sum(k.op, job, row, b == 0 ? m.max.x : m.max.y, sum);
     const std::int64_t to = out_offset(k.op, job, row) + place.channel;
     store_element(k.op, to, (b == 0 ? m.value.x : m.value.y) * inverse);
-    store_element(k.op, to + 8, (b == 0 ? m.value.z : m.value.w) * inverse);
+    store_element(k.op, to + Order::kStep, (b == 0 ? m.value.z : m.value.w) * inverse);
     if (place.channel == 0) store_lse(k.op, job, row, b == 0 ? m.max.x : m.max.y, sum);
   }
 }
@@ -250,10 +204,10 @@ struct Partials {
 /// Merges slice `split` of `splits` of `count` results. stats(i) gives a result's maxima, which its
 /// sums follow, out(i) its values; store(index, place, merged) takes what comes out. Two float4 a
 /// thread are on their way at once where a slice has so many.
-template <int kRows, typename Stats, typename Out, typename Store>
+template <int kRows, typename Order, typename Stats, typename Out, typename Store>
 __device__ __forceinline__ void merge_slice(int split, int splits, int count, Stats stats, Out out,
                                             Store store) {
-  constexpr int kFlight = kRows == 16 ? 16 : 8;
+  constexpr int kFlight = 8;
   constexpr int kAtOnce = kRows == 64 ? 2 : 1;
   const int slice = kLatent / 4 * kRows / splits;
   const int begin = split * slice;
@@ -262,7 +216,7 @@ __device__ __forceinline__ void merge_slice(int split, int splits, int count, St
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) {
       const int index = first + n * kOutputThreads;
-      const FragmentPlace<kRows> place(index);
+      const FragmentPlace<kRows, Order> place(index);
       merged[n] = merge_values<kFlight>(
           count,
           [&](int i, float2& max, float2& sum) {
@@ -275,7 +229,7 @@ __device__ __forceinline__ void merge_slice(int split, int splits, int count, St
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) {
       const int index = first + n * kOutputThreads;
-      store(index, FragmentPlace<kRows>(index), merged[n]);
+      store(index, FragmentPlace<kRows, Order>(index), merged[n]);
     }
   }
 }
@@ -299,9 +253,9 @@ struct JobPieces {
 
 /// Called by the output warpgroups once the block's slice of the job's partial result is written:
 /// the last block to come merges that slice of all of them.
-template <int kRows>
+template <int kRows, typename Order>
 __device__ void merge_if_last(const KernelParams& k, const Job& job, const JobPieces& pieces,
-                              const Partials<kRows>& partials, SharedMemory<kRows>& s) {
+                              const Partials<kRows>& partials, Handover<kRows>& s) {
   ptx::named_barrier(kOutputBarrier, kOutputThreads);
   std::uint32_t* counter = k.counters + partials.slice(pieces.first_slot);
   if (threadIdx.x == 0) {
@@ -313,22 +267,78 @@ __device__ void merge_if_last(const KernelParams& k, const Job& job, const JobPi
   ptx::named_barrier(kOutputBarrier, kOutputThreads);
   if (!s.last_arriver) return;
 
-  merge_slice<kRows>(
+  merge_slice<kRows, Order>(
       partials.split, k.geometry.splits_per_group, pieces.count,
       [&](int i) { return partials.max(pieces.slot(i)); },
       [&](int i) { return partials.out(pieces.slot(i)); },
-      [&](int, const FragmentPlace<kRows>& place, const MergedValue& merged) {
+      [&](int, const FragmentPlace<kRows, Order>& place, const MergedValue& merged) {
         store_merged(k, job, place, merged);
       });
 }
 
-/// The end of a job for a block without cluster merge.
-template <typename T, int kRows>
-__device__ void finish_alone(const KernelParams& k, const Job& job, const JobWalk& walk,
-                             const Partials<kRows>& partials, SharedMemory<kRows>& s,
+/// Writes normalised outputs straight from the fragments.
+template <int kRows>
+__device__ void store_output(DenseOrder, const KernelParams& k, const Job& job, const Handover<kRows>& s,
                              const OutputFragment<kRows>& out) {
+  constexpr int kBlocks = kRows / 8;
+  const int thread = threadIdx.x % 128;
+  const int lane = thread % 32;
+  const int g = lane / 4;
+  const int c = lane % 4;
+  const int first_channel = threadIdx.x / 128 * kChunksPerOutput * 64 + thread / 32 * 16;
+  const MlaDecodeParams& op = k.op;
+  for (int row = threadIdx.x; row < kRows; row += kOutputThreads) {
+    store_lse(op, job, row, s.message[0][row], s.message[1][row]);
+  }
+#pragma unroll
+  for (int j = 0; j < kBlocks; ++j) {
+    const float2 sums = *reinterpret_cast<const float2*>(&s.message[1][8 * j + 2 * c]);
+    const int column = 8 * j + 2 * c;
+    const float inverse0 = inverse_sum(op, job, column, s.message[0][column], sums.x);
+    const float inverse1 = inverse_sum(op, job, column + 1, s.message[0][column + 1], sums.y);
+    if (op.out_type == ElementType::f32) {
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        const int row = 8 * j + 2 * c + b;
+        if (row >= job.num_rows) continue;
+        float* to = static_cast<float*>(op.out) + out_offset(op, job, row) + first_channel + g;
+        const float inverse = b == 0 ? inverse0 : inverse1;
+#pragma unroll
+        for (int i = 0; i < kChunksPerOutput; ++i) {
+          to[i * 64] = out[i][4 * j + b] * inverse;
+          to[i * 64 + 8] = out[i][4 * j + 2 + b] * inverse;
+        }
+      }
+      continue;
+    }
+    // A transposition across the warp brings a row's neighbouring channels together.
+    const int row = 8 * j + g;
+    const bool exists = row < job.num_rows;
+    std::uint16_t* to = static_cast<std::uint16_t*>(op.out) +
+                        (exists ? out_offset(op, job, row) : 0) + first_channel + 2 * c;
+    const bool bf16 = op.out_type == ElementType::bf16;
+#pragma unroll
+    for (int i = 0; i < kChunksPerOutput; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float a = out[i][4 * j + 2 * half] * inverse0;
+        const float b = out[i][4 * j + 2 * half + 1] * inverse1;
+        const std::uint32_t turned =
+            ptx::transpose_matrix(bf16 ? pack<__nv_bfloat16>(a, b) : pack<__half>(a, b));
+        if (exists) *reinterpret_cast<std::uint32_t*>(to + i * 64 + half * 8) = turned;
+      }
+    }
+  }
+}
+
+/// The end of a job for a block without cluster merge.
+template <int kRows, typename Order>
+__device__ void finish_alone(const KernelParams& k, const JobWalk& walk,
+                             const Partials<kRows>& partials, Handover<kRows>& s,
+                             const OutputFragment<kRows>& out) {
+  const Job& job = s.job;
   if (job.whole) {
-    if (job.num_rows > 0) store_output<T, kRows>(k, job, s, out);
+    if (job.num_rows > 0) store_output<kRows>(Order{}, k, job, s, out);
   } else {
     const int thread = threadIdx.x % 128;
     const int first_chunk = threadIdx.x / 128 * kChunksPerOutput;
@@ -348,17 +358,18 @@ __device__ void finish_alone(const KernelParams& k, const Job& job, const JobWal
   }
   __syncwarp();
   if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&s.p_empty));
-  if (!job.whole) merge_if_last(k, job, JobPieces(job, walk), partials, s);
+  if (!job.whole) merge_if_last<kRows, Order>(k, job, JobPieces(job, walk), partials, s);
 }
 
 /// The end of a job for a cluster whose blocks share its keys: each block merges one slice of the
 /// blocks' results. They travel through L2, which takes half the time of distributed shared memory.
 /// `turn` counts the block's jobs: results alternate between two places, and a block that writes
 /// one of them again has seen all others finish reading it.
-template <typename T, int kRows>
-__device__ void finish_in_cluster(const KernelParams& k, const Job& job, const JobWalk& walk,
-                                  const Partials<kRows>& partials, SharedMemory<kRows>& s,
+template <int kRows, typename Order>
+__device__ void finish_in_cluster(const KernelParams& k, const JobWalk& walk,
+                                  const Partials<kRows>& partials, Handover<kRows>& s,
                                   const OutputFragment<kRows>& out, std::uint32_t turn) {
+  const Job& job = s.job;
   constexpr int kValues = kLatent / 4 * kRows;
   const int splits = k.geometry.splits_per_group;
   const int row_tiles = k.geometry.row_tiles_per_group;
@@ -395,22 +406,22 @@ __device__ void finish_in_cluster(const KernelParams& k, const Job& job, const J
   }
   ptx::mbarrier_wait_cluster(exchanged, turn & 1);
 
-  merge_slice<kRows>(
+  merge_slice<kRows, Order>(
       partials.split, splits, splits,
       [&](int i) { return stats_of(first_block + i * row_tiles); },
       [&](int i) { return out_of(first_block + i * row_tiles); },
-      [&](int index, const FragmentPlace<kRows>& place, const MergedValue& merged) {
+      [&](int index, const FragmentPlace<kRows, Order>& place, const MergedValue& merged) {
         if (job.whole) {
           store_merged(k, job, place, merged);
           return;
         }
         __stcg(partials.out(job.slot) + index, merged.value);
-        if (place.channel % 64 == 0) {  // One of the threads that hold these rows.
+        if (place.first_channels) {
           __stcg(reinterpret_cast<float2*>(partials.max(job.slot) + place.column), merged.max);
           __stcg(reinterpret_cast<float2*>(partials.sum(job.slot) + place.column), merged.sum);
         }
       });
-  if (!job.whole) merge_if_last(k, job, pieces, partials, s);
+  if (!job.whole) merge_if_last<kRows, Order>(k, job, pieces, partials, s);
 }
 
 }  // namespace fovea::cuda::mla

@@ -11,6 +11,14 @@ namespace fovea::cuda {
 
 enum class ElementType : std::int32_t { f32, f16, bf16 };
 
+/// How a cache row [latent | rope] is stored. Scales multiply the stored codes.
+enum class CacheFormat : std::int32_t {
+  dense,           ///< Elements of cache_type.
+  fp8_e4m3,        ///< One byte a channel, one scale for the tensor (cache_scale).
+  int8_per_token,  ///< One byte a channel, then two f32: scales of the latent and rope channels.
+  int4_per_token,  ///< Half a byte a channel, the even one in the low nibble; then as int8.
+};
+
 /// Absorbed MLA decode: all heads of a request attend to the same rows [latent | rope] of a paged
 /// cache; the latent part is the value too. Query tokens stand at the end of their sequence. All
 /// pointers are device memory.
@@ -34,8 +42,11 @@ struct MlaDecodeParams {
   std::int64_t q_pe_token_stride = 0;
   std::int64_t q_pe_head_stride = 0;
 
-  ElementType cache_type = ElementType::bf16;
-  const void* cache = nullptr;  ///< [num_blocks, block_size, L + R], unit innermost stride.
+  CacheFormat cache_format = CacheFormat::dense;
+  ElementType cache_type = ElementType::bf16;  ///< Of a dense cache.
+  float cache_scale = 1.f;                     ///< Of fp8_e4m3.
+  const void* cache = nullptr;  ///< [num_blocks, block_size, L + R], unit innermost stride. Strides
+                                ///< of quantised formats count bytes.
   std::int64_t num_blocks = 0;
   std::int64_t block_size = 0;
   std::int64_t cache_block_stride = 0;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backends/cuda/sm90/mla_decode/block.cuh"
+#include "backends/cuda/sm90/mla_decode/softmax.cuh"
 
 namespace fovea::cuda::mla {
 
@@ -107,11 +108,8 @@ struct Scores {
   const int warp = threadIdx.x / 32 % 4;
   const int g = lane / 4;
   const int c = lane % 4;
-  const int own_column = (g < kBlocks ? 8 * g : 0) + 2 * c;
   const float scale = k.op.sm_scale * kLog2e;
-  // Of columns own_column and the next: reference maximum (log2 units), sum over this warp's keys.
-  float max0 = -INFINITY, max1 = -INFINITY;
-  float sum0 = 0.f, sum1 = 0.f;
+  Softmax<kRows> softmax;
 
   __device__ Scores(const KernelParams& k, const Job& job, SharedMemory<kRows>& s, Ring& ring,
                     std::uint32_t& message)
@@ -187,36 +185,6 @@ struct Scores {
                           [&](int chunk) { return s.ring[ring.chunk(position_of(chunk)).slot]; });
   }
 
-  /// Reduces each column over the lanes of the warp; columns own_column and the next come back.
-  /// Lanes halve the columns between them: 14 shuffles at 64 rows, where a result in every lane
-  /// would take 48.
-  template <typename Reduce>
-  __device__ __forceinline__ float2 reduce_columns(float (&v)[kBlocks][2], Reduce reduce) const {
-    // Lane bits above those that choose a column block first: lanes that differ in them share it.
-#pragma unroll
-    for (int step = 16; step / 4 >= kBlocks; step /= 2) {
-#pragma unroll
-      for (int j = 0; j < kBlocks; ++j) {
-        v[j][0] = reduce(v[j][0], __shfl_xor_sync(~0u, v[j][0], step));
-        v[j][1] = reduce(v[j][1], __shfl_xor_sync(~0u, v[j][1], step));
-      }
-    }
-#pragma unroll
-    for (int half = kBlocks / 2; half > 0; half /= 2) {
-      const bool upper = (g & half) != 0;
-#pragma unroll
-      for (int j = 0; j < half; ++j) {
-#pragma unroll
-        for (int b = 0; b < 2; ++b) {
-          const float kept = upper ? v[j + half][b] : v[j][b];
-          const float given = upper ? v[j][b] : v[j + half][b];
-          v[j][b] = reduce(kept, __shfl_xor_sync(~0u, given, half * 4));
-        }
-      }
-    }
-    return float2{v[0][0], v[0][1]};
-  }
-
   /// Softmax of the current tile against the lagging maximum, and P to the output warpgroups.
   __device__ __forceinline__ void publish(float (&score)[kRows / 2], std::int32_t tile) {
     scale_and_mask(score, tile);
@@ -226,33 +194,14 @@ struct Scores {
       over_keys[j][0] = fmaxf(score[4 * j], score[4 * j + 2]);
       over_keys[j][1] = fmaxf(score[4 * j + 1], score[4 * j + 3]);
     }
-    const float2 mine = reduce_columns(over_keys, [](float a, float b) { return fmaxf(a, b); });
-    float(&warp_max)[4][kRows] = s.warp_max[tile & 1];
-    if (g < kBlocks) *reinterpret_cast<float2*>(&warp_max[warp][own_column]) = mine;
-    ptx::named_barrier(kScoreBarrier, 128);
-    float2 tile_max = *reinterpret_cast<const float2*>(&warp_max[0][own_column]);
-#pragma unroll
-    for (int w = 1; w < 4; ++w) {
-      const float2 other = *reinterpret_cast<const float2*>(&warp_max[w][own_column]);
-      tile_max.x = fmaxf(tile_max.x, other.x);
-      tile_max.y = fmaxf(tile_max.y, other.y);
-    }
-    const bool keep0 = tile_max.x <= max0 + kMaxLag;
-    const bool keep1 = tile_max.y <= max1 + kMaxLag;
-    const float factor0 = keep0 ? 1.f : exp2_approx(max0 - tile_max.x);
-    const float factor1 = keep1 ? 1.f : exp2_approx(max1 - tile_max.y);
-    if (!keep0) max0 = tile_max.x;
-    if (!keep1) max1 = tile_max.y;
-    const bool rescale = __any_sync(~0u, !(keep0 && keep1));
-
+    const auto change = softmax.advance_maxima(over_keys, s.warp_max[tile & 1]);
     // P = 2^(score - max), against 0 where nothing is visible yet.
-    const float base0 = max0 == -INFINITY ? 0.f : max0;
-    const float base1 = max1 == -INFINITY ? 0.f : max1;
+    const float2 base = softmax.base();
     std::uint32_t packed[kBlocks][2];
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j) {
-      const float a = __shfl_sync(~0u, base0, 4 * j + c);
-      const float b = __shfl_sync(~0u, base1, 4 * j + c);
+      const float a = __shfl_sync(~0u, base.x, 4 * j + c);
+      const float b = __shfl_sync(~0u, base.y, 4 * j + c);
       const float p0 = exp2_approx(score[4 * j] - a), p1 = exp2_approx(score[4 * j + 1] - b);
       const float p2 = exp2_approx(score[4 * j + 2] - a), p3 = exp2_approx(score[4 * j + 3] - b);
       over_keys[j][0] = p0 + p2;
@@ -261,28 +210,11 @@ struct Scores {
       packed[j][1] = pack<T>(p2, p3);
     }
 
-    ptx::mbarrier_wait(ptx::shared_address(&s.p_empty), (message & 1) ^ 1);
+    ptx::mbarrier_wait(ptx::shared_address(&s.handover.p_empty), (message & 1) ^ 1);
     ++message;
-    // P^T [rows][64 keys]: lane l addresses row l % 8 of matrix l / 8 (column block, key half).
-    const int row = lane / 16 * 8 + lane % 8;
-    const int piece = warp * 2 + lane / 8 % 2;
-    const std::uint32_t p = ptx::shared_address(s.p) + row * 128 + ((piece ^ (row % 8)) << 4);
-#pragma unroll
-    for (int j = 0; j < kBlocks; j += 2) {
-      ptx::store_matrices_transposed(p + j * 8 * 128, packed[j][0], packed[j][1], packed[j + 1][0],
-                                     packed[j + 1][1]);
-    }
-    if (warp == 0) {
-      if (g < kBlocks) {
-        *reinterpret_cast<float2*>(&s.message[0][own_column]) = float2{factor0, factor1};
-      }
-      if (lane == 0) s.rescale = rescale;
-    }
-    ptx::fence_async_proxy();
-    ptx::mbarrier_arrive(ptx::shared_address(&s.p_full));
-    const float2 sums = reduce_columns(over_keys, [](float a, float b) { return a + b; });
-    sum0 = sum0 * factor0 + sums.x;
-    sum1 = sum1 * factor1 + sums.y;
+    store_probabilities<kRows>(ptx::shared_address(s.p), packed);
+    softmax.hand_over(change, s.handover);
+    softmax.add_sums(over_keys, change);
   }
 
   __device__ __forceinline__ void tiles() {
@@ -297,32 +229,6 @@ struct Scores {
       ring.advance(kChunks);
     }
   }
-
-  /// The job's last message: maxima and sums.
-  __device__ __forceinline__ void publish_sums() {
-    ptx::named_barrier(kScoreBarrier, 128);  // Everyone has read the last tile's maxima.
-    if (g < kBlocks) {
-      *reinterpret_cast<float2*>(&s.warp_max[0][warp][own_column]) = float2{sum0, sum1};
-    }
-    ptx::named_barrier(kScoreBarrier, 128);
-    ptx::mbarrier_wait(ptx::shared_address(&s.p_empty), (message & 1) ^ 1);
-    ++message;
-    if (warp == 0 && g < kBlocks) {
-      float2 total{0.f, 0.f};
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        const float2 part = *reinterpret_cast<const float2*>(&s.warp_max[0][w][own_column]);
-        total.x += part.x;
-        total.y += part.y;
-      }
-      // The maximum passes over a NaN; a merge must not take its row for an empty one.
-      *reinterpret_cast<float2*>(&s.message[0][own_column]) =
-          float2{isnan(total.x) ? total.x : max0, isnan(total.y) ? total.y : max1};
-      *reinterpret_cast<float2*>(&s.message[1][own_column]) = total;
-    }
-    ptx::named_barrier(kScoreBarrier, 128);  // The sums are read before the next job's maxima come.
-    ptx::mbarrier_arrive(ptx::shared_address(&s.p_full));
-  }
 };
 
 /// Scores, softmax and P of the block's key tiles. Run by one warpgroup.
@@ -333,7 +239,7 @@ __device__ __forceinline__ void score_tiles(const KernelParams& k, const Job& jo
                                             std::uint32_t& message) {
   Scores<T, kRows> scores(k, job, s, ring, message);
   scores.tiles();
-  scores.publish_sums();
+  scores.softmax.publish_sums(s.warp_max[0], s.handover, message);
 }
 
 }  // namespace fovea::cuda::mla

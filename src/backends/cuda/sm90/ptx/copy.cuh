@@ -35,6 +35,28 @@ __device__ __forceinline__ void load_box(std::uint32_t destination, const CUtens
       : "memory");
 }
 
+/// Copies `bytes` contiguous bytes to shared memory; both ends and the count are multiples of 16.
+__device__ __forceinline__ void load_bytes(std::uint32_t destination, const void* source,
+                                           std::uint32_t bytes, std::uint32_t barrier,
+                                           std::uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(destination),
+      "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+/// Copies 8 bytes of global to shared memory.
+__device__ __forceinline__ void copy_8_bytes(std::uint32_t destination, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(destination), "l"(source)
+               : "memory");
+}
+
+/// Arrives at `barrier` once this thread's copies so far are there; one of its expected arrivals.
+__device__ __forceinline__ void arrive_after_copies(std::uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 /// Copies 16 bytes of global to shared memory, or writes zeros where `exists` is false.
 __device__ __forceinline__ void copy_piece(std::uint32_t destination, const void* source,
                                            bool exists) {
