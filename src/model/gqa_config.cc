@@ -48,23 +48,24 @@ const Family& find_family(std::string_view model_type) {
 
 bool is_gemma(const ModelConfig& config) { return config.model_type == "gemma3_text"; }
 
-/// A field that published files of a family with defaults may leave out.
+/// A field that published files of a family with defaults may leave out, but not set to null.
 std::int64_t dim(const ConfigFields& fields, const Family& family, const char* key,
                  std::int64_t absent) {
-  return family.has_defaults ? fields.dim_or(key, absent) : fields.dim(key);
+  const bool may_be_absent = family.has_defaults && !fields.is_null(key);
+  return may_be_absent ? fields.dim_or(key, absent) : fields.dim(key);
 }
 
 GqaDims parse_dims(const ConfigFields& fields, const ModelConfig& config, const Family& family) {
   GqaDims dims;
   dims.hidden_size = config.hidden_size;
   dims.num_heads = dim(fields, family, "num_attention_heads", 8);
-  dims.num_kv_heads =
-      fields.dim_or("num_key_value_heads", family.has_defaults ? 4 : dims.num_heads);
+  dims.num_kv_heads = family.has_defaults ? dim(fields, family, "num_key_value_heads", 4)
+                                          : fields.dim_or("num_key_value_heads", dims.num_heads);
   FOVEA_CHECK(dims.num_heads % dims.num_kv_heads == 0, corrupt_file,
               "{}: field num_key_value_heads is {}, but must divide num_attention_heads, {}",
               fields.file(), dims.num_kv_heads, dims.num_heads);
   if (family.has_defaults) {
-    dims.head_dim = fields.dim_or("head_dim", 256);
+    dims.head_dim = dim(fields, family, "head_dim", 256);
   } else if (family.qk_norm || config.model_type == "gpt_oss") {
     dims.head_dim = fields.dim("head_dim");  // Not hidden_size / num_attention_heads by default.
   } else {

@@ -117,18 +117,6 @@ TEST(GqaConfig, EveryScalingOfRotationIsRead) {
   EXPECT_EQ(yarn.attention_factor, 1.25);
   EXPECT_TRUE(yarn.truncate);
   EXPECT_TRUE(std::holds_alternative<std::monostate>(rope(nullptr).scaling));
-
-  const RopeConfig newer = changed(llama_3_1_config(),
-                                   [](json& j) {
-                                     j["rope_parameters"] = j["rope_scaling"];
-                                     j["rope_parameters"]["rope_theta"] = j["rope_theta"];
-                                     j.erase("rope_scaling");
-                                     j.erase("rope_theta");
-                                   })
-                               .groups[0]
-                               .rope;
-  EXPECT_EQ(newer.theta, 500000);
-  EXPECT_EQ(std::get<Llama3Scaling>(newer.scaling).factor, 8);
 }
 
 TEST(GqaConfig, Qwen2HasBiasesWithoutOneOfTheOutput) {
@@ -272,6 +260,12 @@ TEST(GqaConfig, EveryNeededFieldIsMissedByName) {
     EXPECT_TRUE(mentions(refused(ErrorCode::corrupt_file, gemma3_config(),
                                  [&](json& j) { j["text_config"].erase(key); }),
                          {"c.json", "text_config.", key, "missing"}));
+  }
+  // Null is no default.
+  for (const char* key : {"sliding_window", "head_dim", "num_key_value_heads"}) {
+    EXPECT_TRUE(mentions(
+        refused(ErrorCode::corrupt_file, gemma3_text_config(), [&](json& j) { j[key] = nullptr; }),
+        {key, "missing"}));
   }
   EXPECT_TRUE(mentions(
       refused(ErrorCode::corrupt_file, gemma3_config(), [](json& j) { j.erase("text_config"); }),
