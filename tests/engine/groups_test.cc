@@ -9,6 +9,7 @@
 
 #include "engine/serving.h"
 #include "fovea/block_pool.h"
+#include "fovea/oracle.h"
 
 namespace fovea {
 namespace {
@@ -276,6 +277,43 @@ TEST(GroupDtypes, SmallDtypesVerifyInBothFamilies) {
       EXPECT_LT(outcome.worst_error, Verifier::limit(dtype)) << outcome.worst_row;
     }
   }
+}
+
+/// What goes into a layer is what went into the one before, and that layer's normed output.
+class NormedStreamReader : public StepObserver {
+ public:
+  explicit NormedStreamReader(const Model& model) : model_(model) {}
+  void on_layer(const LayerTrace& trace) override {
+    const std::int64_t H = trace.input.shape[1];
+    const auto* input = static_cast<const float*>(trace.input.data);
+    const auto* output = static_cast<const float*>(trace.output.data);
+    const std::size_t count = static_cast<std::size_t>(trace.input.shape[0] * H);
+    for (std::size_t i = 0; trace.layer > 0 && i < count; ++i) {
+      ASSERT_NEAR(input[i], expected_[i], 1e-5 * (1 + std::abs(expected_[i])));
+    }
+    layers_seen += trace.layer > 0 ? 1 : 0;
+    const auto* weight =
+        static_cast<const float*>(model_.layer(trace.layer).post_attention_layernorm.view().data);
+    const std::vector<double> outputs(output, output + count);
+    expected_ = oracle::rms_norm(outputs, std::vector<double>(weight, weight + H),
+                                 model_.config().rms_norm_eps);
+    for (std::size_t i = 0; i < count; ++i) expected_[i] += input[i];
+  }
+  std::int64_t layers_seen = 0;
+
+ private:
+  const Model& model_;
+  std::vector<double> expected_;  ///< [T, H]
+};
+
+TEST(GroupStream, OutputsAreNormedBeforeTheResidual) {
+  const Model model = test::make_tiny_gqa_model({.family = "gemma3_text"});
+  const Runtime runtime({.num_threads = 2});
+  NormedStreamReader reader(model);
+  ServeHooks hooks;
+  hooks.observers = {&reader};
+  EXPECT_EQ(Engine(runtime, model, baseline_options()).serve(mixed_workload(), hooks).finished, 8);
+  EXPECT_GT(reader.layers_seen, 20);
 }
 
 TEST(GroupOptions, RefuseWhatTheKindOfAttentionCannotHonour) {

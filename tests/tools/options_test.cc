@@ -78,7 +78,7 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{{"bench", "--seconds", "0.01", "--require-percent", "1", "--case",
                  "mla_decode f32 heads=1 kv=64 q=0"},
                 {"--require-percent", "q=0' has no work"}},
-        Refusal{{"bench", "--suite", "/no/such/suite"}, {"--suite", "attention, rows"}},
+        Refusal{{"bench", "--suite", "/no/such/suite"}, {"--suite", "attention, grouped, rows"}},
         Refusal{{"bench", "--seconds", "soon"}, {"--seconds", "was 'soon'"}},
         Refusal{{"plan"}, {"--query-lens", "was empty"}},
         Refusal{{"plan", "--query-lens", "1,,2", "--context-lens", "1,1,1"},
