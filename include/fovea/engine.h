@@ -72,6 +72,8 @@ struct EngineOptions {
   /// By default packed with latent attention, whose prefills expand context chunk by chunk, and
   /// paged with grouped queries, whose prefills read it from the blocks: neither can do the other.
   std::optional<ContextPlanKind> context_plan;
+  /// How rows are stored, see kv_format_names(); empty: in the model's dtype, as they are.
+  std::string kv_format;
   bool prefix_reuse = true;
   Arrivals arrivals = Arrivals::none;
   /// Speculative decoding: a decode brings up to so many drafted tokens behind its known one, as
@@ -91,6 +93,8 @@ struct LayerTrace {
   BlockTableView block_table;
   /// After the step's rows were appended. Rows are latent, [kv_c | k_pe], or [K | V] of all heads.
   const PagedKvCache* cache = nullptr;
+  /// In formats with scales V has a cache of its own beside K's, with the same blocks; else null.
+  const PagedKvCache* v_cache = nullptr;
   TensorView input;                         ///< [T, H] the residual stream, before input_layernorm.
   TensorView output;                        ///< [T, H] after o_proj; no norm, no residual yet.
   std::span<const std::int64_t> positions;  ///< [T]
@@ -211,8 +215,10 @@ class Verifier : public StepObserver {
   void on_layer(const LayerTrace& trace) override;
 
   std::int64_t rows() const;
-  double worst_relative_error() const;  ///< Of the row norm.
-  std::string worst_row() const;        ///< "layer 3, request 17, position 1203: output ...".
+  /// Of the row norm. Stored rows in a format that loses more than the model's dtype count by what
+  /// it may lose: at the limit when they are off by that.
+  double worst_relative_error() const;
+  std::string worst_row() const;  ///< "layer 3, request 17, position 1203: output ...".
   /// 1e-4 (f32), 2e-3 (f16), 1.2e-2 (bf16).
   static double limit(DType dtype);
 
@@ -237,7 +243,8 @@ class Dumper : public StepObserver {
 /// One layer step, norms and projections included, of one request with one new token that attends
 /// to `context` keys, its own among them.
 struct CompareResult {
-  std::string method;  ///< "expanded_cache", "expand_every_step" or "fovea".
+  /// "expanded_cache", "expand_every_step", "fovea", or "fovea, int8_per_token" and so on.
+  std::string method;
   std::int64_t context = 0;
   std::int64_t cache_bytes = 0;
   double step_ms = 0;      ///< Median.

@@ -26,8 +26,23 @@ constexpr int kRounds = 9;
 // A method whose turns took this long in all has had enough of them.
 constexpr double kEnoughMs = 1000;
 
+/// What comes from latent_cache on are latent caches in the formats of a Contest, one each.
 enum Method : std::size_t { expanded_cache, expand_every_step, latent_cache };
-constexpr std::array<const char*, 3> kMethodNames{"expanded_cache", "expand_every_step", "fovea"};
+
+/// The model's dtype, then what the latent dims have a format for.
+std::vector<KvFormat> compared_formats(const Model& model) {
+  const MlaDims& d = std::get<MlaLayer>(model.layer(0).attention).dims();
+  std::vector<KvFormat> formats{
+      latent_format(name_of(model.dtype()), d.kv_lora_rank, d.qk_rope_head_dim),
+      latent_format("int8_per_token", d.kv_lora_rank, d.qk_rope_head_dim)};
+  if (d.kv_lora_rank == 512 && d.qk_rope_head_dim == 64) {
+    formats.push_back(latent_format("fp8_ds_mla", d.kv_lora_rank, d.qk_rope_head_dim));
+  }
+  if (d.kv_lora_rank % 2 == 0 && d.qk_rope_head_dim % 2 == 0) {
+    formats.push_back(latent_format("int4_per_token", d.kv_lora_rank, d.qk_rope_head_dim));
+  }
+  return formats;
+}
 
 /// A layer with a request of `context` keys, the last of which is the new token's.
 class Contest {
@@ -37,16 +52,20 @@ class Contest {
         model_(model),
         context_(context),
         expanded_(ctx, model, 0, context),
-        cache_(PagedKvCache::allocate(
-            {model.dtype(), std::get<MlaLayer>(model.layer(0).attention).dims().latent_dim()},
-            {.num_blocks = (context + kBlockSize - 1) / kBlockSize, .block_size = kBlockSize})) {
+        outputs_(latent_cache) {
+    for (const KvFormat& format : compared_formats(model)) {
+      caches_.push_back(PagedKvCache::allocate(
+          format,
+          {.num_blocks = (context + kBlockSize - 1) / kBlockSize, .block_size = kBlockSize}));
+      outputs_.emplace_back();
+    }
     const DType dtype = model.dtype();
     const MlaDims& dims = std::get<MlaLayer>(model.layer(0).attention).dims();
     hidden_ = Tensor::empty(dtype, {1, dims.hidden_size});
     normed_ = Tensor::empty(dtype, {1, dims.hidden_size});
     rows_ = Tensor::empty(dtype, {context, dims.latent_dim()});
     for (Tensor& out : outputs_) out = Tensor::empty(dtype, {1, dims.hidden_size});
-    block_table_.resize(static_cast<std::size_t>(cache_.num_blocks()));
+    block_table_.resize(static_cast<std::size_t>(caches_[0].num_blocks()));
     std::iota(block_table_.begin(), block_table_.end(), 0);
     token_hidden_state(kSeed, kPeriod, hidden_.view().select(0, 0));
 
@@ -62,7 +81,14 @@ class Contest {
     fill();
   }
 
-  double run(Method method) {
+  std::size_t num_methods() const { return outputs_.size(); }
+  std::string name(std::size_t method) const {
+    if (method == expanded_cache) return "expanded_cache";
+    if (method == expand_every_step) return "expand_every_step";
+    return method == latent_cache ? "fovea" : "fovea, " + cache_of(method).format().name();
+  }
+
+  double run(std::size_t method) {
     const auto begin = Clock::now();
     rms_norm(ctx_, {.x = hidden_,
                     .weight = model_.layer(0).input_layernorm,
@@ -77,8 +103,9 @@ class Contest {
         gather(context_ - 1);
         expanded_.step_expanding(normed_, rows_, out);
         break;
-      case latent_cache:
-        std::get<MlaLayer>(model_.layer(0).attention)(ctx_, normed_, out, latent_step(), cache_);
+      default:
+        std::get<MlaLayer>(model_.layer(0).attention)(ctx_, normed_, out, latent_step(),
+                                                      cache_of(method));
         break;
     }
     return std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
@@ -87,8 +114,10 @@ class Contest {
   /// What expand_every_step just expanded becomes the expanded cache.
   void keep_expanded() { expanded_.keep_expanded(rows_); }
 
-  std::int64_t cache_bytes(Method method) const {
-    return method == expanded_cache ? expanded_.cache_bytes() : rows_.nbytes();
+  std::int64_t cache_bytes(std::size_t method) const {
+    if (method == expanded_cache) return expanded_.cache_bytes();
+    if (method == expand_every_step) return rows_.nbytes();
+    return context_ * cache_of(method).format().row_bytes();
   }
 
   /// The new token's output in float64, over the stored rows and its own.
@@ -102,14 +131,15 @@ class Contest {
                              oracle::MlaForm::absorbed);
   }
 
-  double error(Method method, const std::vector<double>& expected) const {
+  double error(std::size_t method, const std::vector<double>& expected) const {
     return engine::relative_error(expected,
                                   engine::to_doubles(outputs_[method].view().select(0, 0)));
   }
 
  private:
+  const PagedKvCache& cache_of(std::size_t method) const { return caches_[method - latent_cache]; }
   BlockTableView block_table() const {
-    const std::int64_t width = cache_.num_blocks();
+    const std::int64_t width = caches_[0].num_blocks();
     return {block_table_.data(), 1, width, width};
   }
 
@@ -122,18 +152,18 @@ class Contest {
     return step;
   }
 
-  /// The first `count` rows of the cache into rows_.
+  /// The first `count` rows of the cache in the model's dtype into rows_.
   void gather(std::int64_t count) {
     const std::int32_t start = 0;
     const auto seq_len = static_cast<std::int32_t>(count);
-    kv_gather(ctx_, {.cache = &cache_,
+    kv_gather(ctx_, {.cache = &caches_[0],
                      .block_table = block_table(),
                      .starts = std::span(&start, 1),
                      .seq_lens = std::span(&seq_len, 1),
                      .out = rows_.view().slice(0, 0, count)});
   }
 
-  /// Latent rows of all tokens but the new one into the cache.
+  /// Latent rows of all tokens but the new one into the caches.
   void fill() {
     const MlaDims& dims = std::get<MlaLayer>(model_.layer(0).attention).dims();
     const std::int64_t distinct = std::min(kPeriod, context_);
@@ -156,10 +186,12 @@ class Contest {
       const TensorView rows = rotated.view().slice(0, 0, count);
       copy(latent.view().slice(0, 0, count), rows);
       expanded_.rotate_keys(rows, slots);
-      kv_append(ctx_, {.kv_c = rows.slice(1, 0, dims.kv_lora_rank),
-                       .k_pe = rows.slice(1, dims.kv_lora_rank, dims.latent_dim()),
-                       .slot_mapping = slots,
-                       .cache = &cache_});
+      for (const PagedKvCache& cache : caches_) {
+        kv_append(ctx_, {.kv_c = rows.slice(1, 0, dims.kv_lora_rank),
+                         .k_pe = rows.slice(1, dims.kv_lora_rank, dims.latent_dim()),
+                         .slot_mapping = slots,
+                         .cache = &cache});
+      }
     }
   }
 
@@ -168,13 +200,13 @@ class Contest {
   std::int64_t context_;
   std::int64_t new_position_ = context_ - 1;
   ExpandedAttention expanded_;
-  PagedKvCache cache_;
+  std::vector<PagedKvCache> caches_;  ///< Of compared_formats.
   std::vector<std::int32_t> block_table_;
   BatchPlan plan_;
-  Tensor hidden_;                  ///< [1, H]
-  Tensor normed_;                  ///< [1, H]
-  Tensor rows_;                    ///< [context, L + R], of expand_every_step.
-  std::array<Tensor, 3> outputs_;  ///< [1, H] each.
+  Tensor hidden_;                ///< [1, H]
+  Tensor normed_;                ///< [1, H]
+  Tensor rows_;                  ///< [context, L + R], of expand_every_step.
+  std::vector<Tensor> outputs_;  ///< [methods] of [1, H].
 };
 
 std::vector<CompareResult> compare_at(const OpContext& ctx, const Model& model,
@@ -183,11 +215,13 @@ std::vector<CompareResult> compare_at(const OpContext& ctx, const Model& model,
   FOVEA_CHECK(context >= 1 && context <= positions, invalid_argument,
               "context is {}, must be from 1 to {}, the model's positions", context, positions);
   Contest contest(ctx, model, context);
-  std::array<std::vector<double>, 3> step_ms;
+  std::vector<std::vector<double>> step_ms(contest.num_methods());
   // Expanding comes first: its first turn leaves what the expanded cache holds.
-  constexpr std::array kTurns{expand_every_step, expanded_cache, latent_cache};
+  std::vector<std::size_t> turns_in_order(contest.num_methods());
+  std::iota(turns_in_order.begin(), turns_in_order.end(), std::size_t{0});
+  std::swap(turns_in_order[expanded_cache], turns_in_order[expand_every_step]);
   for (int round = 0; round < kRounds; ++round) {
-    for (Method method : kTurns) {
+    for (const std::size_t method : turns_in_order) {
       std::vector<double>& turns = step_ms[method];
       if (std::accumulate(turns.begin(), turns.end(), 0.0) > kEnoughMs) continue;
       turns.push_back(contest.run(method));
@@ -196,8 +230,8 @@ std::vector<CompareResult> compare_at(const OpContext& ctx, const Model& model,
   }
   const std::vector<double> expected = contest.expected();
   std::vector<CompareResult> results;
-  for (Method method : {expanded_cache, expand_every_step, latent_cache}) {
-    results.push_back({.method = kMethodNames[method],
+  for (std::size_t method = 0; method < contest.num_methods(); ++method) {
+    results.push_back({.method = contest.name(method),
                        .context = context,
                        .cache_bytes = contest.cache_bytes(method),
                        .step_ms = percentiles(step_ms[method]).p50,

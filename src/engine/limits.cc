@@ -111,6 +111,7 @@ StepLimits find_limits(const Workload& workload, const EngineOptions& options, c
   limits.block_size = options.block_size;
   limits.context_plan = context_plan_of(model, options);
   limits.draft_tokens = options.draft_tokens;
+  limits.kv_format = options.kv_format;
   limits.max_num_seqs = std::max<std::int64_t>(1, std::ssize(tokens));
   limits.max_seq_len = tokens.empty() ? 1 : tokens.front();
   limits.max_rows = std::clamp<std::int64_t>(

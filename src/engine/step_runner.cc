@@ -21,16 +21,8 @@ void add_row(T* x, const T* y, std::int64_t count, float scale) {
   for (std::int64_t i = 0; i < count; ++i) x[i] = narrow<T>(widen(x[i]) + scale * widen(y[i]));
 }
 
-/// Elements of a stored token.
-std::int64_t row_elements(const MlaLayer& layer) { return layer.dims().latent_dim(); }
-std::int64_t row_elements(const AttentionLayer& layer) {
-  return layer.dims().k_size() + layer.dims().v_size();
-}
-
-PagedKvCache allocate_cache(const Model& model, std::int64_t layer, const KvCacheLayout& layout) {
-  const KvFormat format{model.dtype(),
-                        std::visit([](const auto& attention) { return row_elements(attention); },
-                                   model.layer(layer).attention)};
+PagedKvCache allocate_cache(const Model& model, const KvFormat& format,
+                            const KvCacheLayout& layout) {
   try {
     return PagedKvCache::allocate(format, layout);
   } catch (const Error& error) {
@@ -88,13 +80,30 @@ StepRunner::StepRunner(const OpContext& ctx, const Model& model, const std::vect
 }
 
 void StepRunner::make_caches() {
+  const std::string format =
+      limits_.kv_format.empty() ? std::string(name_of(model_.dtype())) : limits_.kv_format;
   for (std::int64_t i = 0; i < model_.num_layers(); ++i) {
     LayerCache& cache = caches_.emplace_back();
-    cache.rows = allocate_cache(
-        model_, i,
-        {.num_blocks = limits_.num_blocks[group_of(i)], .block_size = limits_.block_size});
-    if (const auto* gqa = std::get_if<AttentionLayer>(&model_.layer(i).attention)) {
-      cache.columns = GqaCache::columns_of(cache.rows, gqa->dims());
+    const KvCacheLayout layout{.num_blocks = limits_.num_blocks[group_of(i)],
+                               .block_size = limits_.block_size};
+    const auto* gqa = std::get_if<AttentionLayer>(&model_.layer(i).attention);
+    if (gqa == nullptr) {
+      const MlaDims& d = std::get<MlaLayer>(model_.layer(i).attention).dims();
+      cache.rows =
+          allocate_cache(model_, latent_format(format, d.kv_lora_rank, d.qk_rope_head_dim), layout);
+      continue;
+    }
+    const GqaDims& d = gqa->dims();
+    const KvFormat keys = heads_format(format, d.num_kv_heads, d.head_dim);
+    if (keys.scales == KvScales::none) {
+      const KvFormat rows{.dtype = keys.dtype, .row_elements = d.k_size() + d.v_size()};
+      cache.rows = allocate_cache(model_, rows, layout);
+      cache.columns = GqaCache::columns_of(cache.rows, d);
+    } else {
+      cache.rows = allocate_cache(model_, keys, layout);
+      const KvFormat values = heads_format(format, d.num_kv_heads, d.v_head_dim);
+      cache.columns = {.k = cache.rows, .v = allocate_cache(model_, values, layout)};
+      cache.has_own_values = true;
     }
   }
 }
@@ -102,8 +111,7 @@ void StepRunner::make_caches() {
 std::int64_t StepRunner::block_bytes(std::size_t group) const {
   std::int64_t bytes = 0;
   for (const std::int64_t layer : groups_[group].kv.layers) {
-    bytes +=
-        limits_.block_size * caches_[static_cast<std::size_t>(layer)].rows.format().row_bytes();
+    bytes += limits_.block_size * caches_[static_cast<std::size_t>(layer)].row_bytes();
   }
   return bytes;
 }
@@ -111,7 +119,7 @@ std::int64_t StepRunner::block_bytes(std::size_t group) const {
 std::int64_t StepRunner::cache_bytes() const {
   std::int64_t bytes = 0;
   for (const LayerCache& cache : caches_) {
-    bytes += PagedKvCache::required_bytes(cache.rows.format(), cache.rows.layout());
+    bytes += cache.rows.num_slots() * cache.row_bytes();
   }
   return bytes;
 }
@@ -262,7 +270,9 @@ LayerTrace StepRunner::trace(std::int64_t layer, const Workload& workload) const
   trace.layer = layer;
   trace.plan = &group.plan;
   trace.block_table = group.operands.block_table;
-  trace.cache = &caches_[static_cast<std::size_t>(layer)].rows;
+  const LayerCache& cache = caches_[static_cast<std::size_t>(layer)];
+  trace.cache = &cache.rows;
+  if (cache.has_own_values) trace.v_cache = &cache.columns.v;
   trace.input = hidden_.view().slice(0, 0, rows);
   trace.output = output_.view().slice(0, 0, rows);
   trace.positions = positions_;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "engine/drafts.h"
@@ -22,6 +23,7 @@ struct StepLimits {
   std::int64_t workspace_rows = 0;       ///< Context rows of a chunk, exactly.
   ContextPlanKind context_plan = ContextPlanKind::packed;
   std::int64_t draft_tokens = 0;  ///< Of a decode.
+  std::string kv_format;          ///< Empty: the model's dtype.
 };
 
 /// Caches and buffers of all steps, made and reserved before the first. Layers of a KV group share
@@ -56,8 +58,12 @@ class StepRunner {
     AttentionStep operands;
   };
   struct LayerCache {
-    PagedKvCache rows;
-    GqaCache columns;  ///< Of grouped-query attention: rows seen as keys and values.
+    PagedKvCache rows;            ///< Latent rows, [K | V], or keys that have a format with scales.
+    GqaCache columns;             ///< Of grouped-query attention: keys and values.
+    bool has_own_values = false;  ///< columns.v is no part of `rows`.
+    std::int64_t row_bytes() const {
+      return rows.format().row_bytes() + (has_own_values ? columns.v.format().row_bytes() : 0);
+    }
   };
 
   void make_caches();

@@ -59,6 +59,11 @@ Workload make_workload(const RunArgs& args) {
   return generate_workload(args.num_requests < 0 ? kGeneratedRequests : args.num_requests, seed);
 }
 
+std::string kv_format_name(const RunArgs& args, const Model& model) {
+  const std::string& asked = args.engine.kv_format;
+  return asked.empty() ? std::string(name_of(model.dtype())) : asked;
+}
+
 std::string context_plan_name(const RunArgs& args, const Model& model) {
   if (!args.context_plan.empty()) return args.context_plan;
   return model.config().is_mla() ? "packed" : "paged";
@@ -79,6 +84,7 @@ nlohmann::ordered_json options_json(const RunArgs& args, const Runtime& runtime,
           {"max-num-seqs", args.engine.max_num_seqs},
           {"workspace-rows", args.engine.workspace_rows},
           {"context-plan", context_plan_name(args, model)},
+          {"kv-format", kv_format_name(args, model)},
           {"prefix-reuse", args.prefix_reuse},
           {"token-budget", args.engine.token_budget},
           {"draft-tokens", args.engine.draft_tokens},
@@ -289,6 +295,10 @@ void add_engine_options(Options& options, RunArgs& args) {
                "How prefills get at context (default: packed chunks with latent attention, paged "
                "with grouped queries)",
                {"packed", "equal", "paged"});
+  const auto& formats = kv_format_names();
+  options.word("--kv-format", args.engine.kv_format,
+               "How rows are stored in the cache (default: in the model's dtype)",
+               std::vector<std::string>(formats.begin(), formats.end()));
   options.word("--prefix-reuse", args.prefix_reuse, "Keep the blocks of shared prefixes",
                {"on", "off"});
   options.integer("--draft-tokens", engine.draft_tokens,

@@ -1,0 +1,108 @@
+// Serving with every cache format: verified against float64 on what is stored, in less memory.
+#include <gtest/gtest.h>
+
+#include "engine/serving.h"
+
+namespace fovea {
+namespace {
+
+Workload small_workload() {
+  Workload workload;
+  workload.name = "test";
+  workload.seed = 5;
+  for (std::int32_t i = 0; i < 5; ++i) {
+    workload.requests.push_back({.prompt_tokens = 20 + 30 * i, .answer_tokens = 4 + i});
+  }
+  return workload;
+}
+
+/// Prompts come in several chunks, with context; blocks run out.
+EngineOptions tight_options(const std::string& kv_format) {
+  EngineOptions options;
+  options.token_budget = 48;
+  options.num_blocks = 20;
+  options.kv_format = kv_format;
+  return options;
+}
+
+class KvFormatServing : public testing::TestWithParam<std::string_view> {};
+INSTANTIATE_TEST_SUITE_P(, KvFormatServing, testing::ValuesIn(kv_format_names()),
+                         [](const auto& format) { return std::string(format.param); });
+
+/// `row_bytes` of a token of a layer in the format and in the model's dtype.
+void serve_verified(const Model& model, const std::string& kv_format, std::int64_t row_bytes,
+                    std::int64_t own_row_bytes) {
+  const Runtime runtime({.num_threads = 2});
+  const Workload workload = small_workload();
+  Engine engine(runtime, model, tight_options(kv_format));
+  Verifier verifier(model, 60, 3);
+  const ServeReport report = engine.serve(workload, {.observers = {&verifier}, .progress = {}});
+  EXPECT_EQ(report.finished, 5);
+  EXPECT_GT(verifier.rows(), 20);
+  EXPECT_LT(verifier.worst_relative_error(), Verifier::limit(model.dtype()))
+      << verifier.worst_row();
+  Engine own(runtime, model, tight_options(""));
+  EXPECT_EQ(report.cache_bytes * own_row_bytes, own.serve(workload).cache_bytes * row_bytes);
+}
+
+TEST_P(KvFormatServing, LatentRowsAreVerified) {
+  const std::string name(GetParam());
+  const bool is_ds_mla = name == "fp8_ds_mla";
+  const Model tiny = test::make_tiny_model({.num_layers = 2});
+  const Model real = Model::load("deepseek-v2-lite", {.dtype = DType::bf16, .max_position = 256});
+  const Model& model = is_ds_mla ? real : tiny;
+  const MlaDims& d = model.config().mla;
+  serve_verified(model, name, latent_format(name, d.kv_lora_rank, d.qk_rope_head_dim).row_bytes(),
+                 bytes_of(model.dtype(), d.latent_dim()));
+}
+
+TEST_P(KvFormatServing, KeysAndValuesOfHeadsAreVerified) {
+  const std::string name(GetParam());
+  const Model model = test::make_tiny_gqa_model({.num_layers = 1});
+  const GqaDims& d = model.config().gqa;
+  if (name == "fp8_ds_mla") {
+    const Runtime runtime({.num_threads = 1});
+    Engine engine(runtime, model, tight_options(name));
+    EXPECT_NE(test::error_of(ErrorCode::unsupported, [&] { engine.serve(small_workload()); })
+                  .find("it is a latent row"),
+              std::string::npos);
+    return;
+  }
+  serve_verified(model, name,
+                 heads_format(name, d.num_kv_heads, d.head_dim).row_bytes() +
+                     heads_format(name, d.num_kv_heads, d.v_head_dim).row_bytes(),
+                 bytes_of(model.dtype(), d.k_size() + d.v_size()));
+}
+
+TEST(KvFormats, AnUnknownFormatIsRefusedByName) {
+  const Model model = test::make_tiny_model({.num_layers = 1});
+  const Runtime runtime({.num_threads = 1});
+  Engine engine(runtime, model, tight_options("fp8"));
+  EXPECT_NE(test::error_of(ErrorCode::invalid_argument, [&] { engine.serve(small_workload()); })
+                .find("KV format is fp8, but must be one of bf16"),
+            std::string::npos);
+}
+
+TEST(KvFormats, ScratchDoesNotGrowWithContext) {
+  // Beyond cache and plan workspace a step takes the same whatever the format and the context.
+  const Model model = test::make_tiny_model({.num_layers = 1});
+  const Runtime runtime({.num_threads = 1});
+  for (const std::string_view format : kv_format_names()) {
+    if (format == "fp8_ds_mla") continue;  // Not of these dims.
+    std::vector<std::int64_t> peaks;
+    for (const std::int32_t prompt : {200, 600}) {
+      Workload workload;
+      workload.requests.push_back({.prompt_tokens = prompt, .answer_tokens = 2});
+      EngineOptions options;
+      options.token_budget = 32;
+      options.workspace_rows = 64;
+      options.kv_format = std::string(format);
+      Engine engine(runtime, model, options);
+      peaks.push_back(engine.serve(workload).peak_workspace_bytes);
+    }
+    EXPECT_EQ(peaks[0], peaks[1]) << format;
+  }
+}
+
+}  // namespace
+}  // namespace fovea
