@@ -72,6 +72,19 @@ TEST(Plan, RefusesABatchFileByFileAndField) {
   }
 }
 
+TEST(Info, ListsBytesOfATokenInEveryFormat) {
+  const TempDir directory;
+  const std::string path = directory.path() + "/formats.json";
+  const ToolResult result = run_tool({"info", "--formats", "--json", path});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  const json formats = json::parse(read_file(path));
+  EXPECT_EQ(formats.at("deepseek-v3").at("fp8_ds_mla"), 656);
+  EXPECT_EQ(formats.at("minicpm3-4b").at("int4_per_token"), 144 + 8);
+  EXPECT_TRUE(formats.at("minicpm3-4b").at("fp8_ds_mla").is_null());
+  EXPECT_EQ(formats.at("llama-3-8b").at("int8_per_token"), 2 * 8 * (128 + 8));
+  EXPECT_NE(result.out.find("int8_per_token"), std::string::npos);
+}
+
 TEST(Info, ListsTheMachineEveryOpAndEveryPreset) {
   const TempDir directory;
   const std::string path = directory.path() + "/info.json";

@@ -6,6 +6,7 @@
 
 #include "commands.h"
 #include "fovea/error.h"
+#include "fovea/kv_format.h"
 #include "fovea/linear.h"
 #include "fovea/model.h"
 #include "machine_json.h"
@@ -16,6 +17,7 @@ namespace {
 
 struct InfoArgs {
   RuntimeArgs runtime;
+  bool formats = false;
   std::string json_file;
 };
 
@@ -188,8 +190,44 @@ void print_presets(const nlohmann::ordered_json& json) {
              grouped.to_text());
 }
 
+/// Bytes that a token takes in one layer; null where the format does not have the model's widths.
+nlohmann::ordered_json bytes_per_token(const ModelConfig& config, std::string_view format) {
+  try {
+    if (config.is_mla()) {
+      return latent_format(format, config.mla.kv_lora_rank, config.mla.qk_rope_head_dim)
+          .row_bytes();
+    }
+    const GqaDims& d = config.gqa;
+    return heads_format(format, d.num_kv_heads, d.head_dim).row_bytes() +
+           heads_format(format, d.num_kv_heads, d.v_head_dim).row_bytes();
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::unsupported) throw;
+    return nullptr;
+  }
+}
+
+int info_formats(const JsonFile& json_file) {
+  nlohmann::ordered_json json;
+  std::vector<std::string> header = {"bytes per token and layer"};
+  for (const std::string_view format : kv_format_names()) header.emplace_back(format);
+  Table table(std::move(header));
+  for (const PresetInfo& preset : model_presets()) {
+    std::vector<std::string> row = {std::string(preset.name)};
+    for (const std::string_view format : kv_format_names()) {
+      const nlohmann::ordered_json bytes = bytes_per_token(preset.config, format);
+      json[preset.name][format] = bytes;
+      row.push_back(bytes.is_null() ? "-" : bytes.dump());
+    }
+    table.add(std::move(row));
+  }
+  fmt::print("{}", table.to_text());
+  json_file.write(json);
+  return 0;
+}
+
 int info(const InfoArgs& args) {
   const JsonFile json_file(args.json_file);
+  if (args.formats) return info_formats(json_file);
   const ToolRuntime runtime(args.runtime);
   const nlohmann::ordered_json json = describe(*runtime);
   print_machine(json);
@@ -204,6 +242,8 @@ int info(const InfoArgs& args) {
 Command declare_info(Options& options) {
   auto args = std::make_shared<InfoArgs>();
   add_runtime_options(options, args->runtime);
+  options.flag("--formats", args->formats,
+               "Only: bytes of a token in each KV format, for each preset");
   options.output_file("--json", args->json_file, "Write it to a file");
   return [args] { return info(*args); };
 }
