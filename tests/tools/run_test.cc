@@ -92,7 +92,8 @@ TEST_F(Run, ServesGroupsWithWindowsAndDrafts) {
     all.insert(all.end(), more.begin(), more.end());
     return run_tool(all);
   };
-  const ToolResult result = run({"--verify", "--draft-tokens", "3", "--acceptance", "0.5"});
+  const ToolResult result =
+      run({"--verify", "--draft-tokens", "3", "--acceptance", "0.5", "--token-budget", "32"});
   ASSERT_EQ(result.exit_code, 0) << result.out << result.err;
   for (const char* text : {"4 heads over 2", "verified: ", "answer tokens per decode",
                            "2 layers, window of 20: ", "2 layers, all keys: "}) {
