@@ -2,14 +2,18 @@
 JOBS ?= $(shell nproc)
 RELEASE := build/release
 
-.PHONY: run test parity configure build deps asan-ubsan tsan ci clean
+.PHONY: run test rules parity configure build deps asan-ubsan tsan ci clean
 
 run: configure
 	cmake --build --preset release -j $(JOBS) --target fovea_cli
 	$(RELEASE)/tools/fovea/fovea run --compare --verify
 
 test: build
-	ctest --test-dir $(RELEASE) --output-on-failure --no-tests=error -j $(JOBS)
+	ctest --test-dir $(RELEASE) -LE rules --output-on-failure --no-tests=error -j $(JOBS)
+
+# Changes the rules of attention one line at a time; a test must notice each. Minutes.
+rules: configure
+	ctest --test-dir $(RELEASE) -L rules --output-on-failure --no-tests=error
 
 configure: deps
 	cmake --preset release
