@@ -44,15 +44,16 @@ class MlaDecodeProblem : public Problem {
     const std::size_t requests = std::max({batch, kv.size(), q.size()});
     query_start_loc_ = running_sum(broadcast(q, requests));
     const std::vector<std::int64_t> seq_lens = broadcast(kv, requests);
-    const DType cache_dtype = line.dtype_value("cache", line.dtype());
+    const KvFormat format = latent_format(
+        line.word("cache", name_of(line.dtype()), kv_format_names()), kv_lora_rank_, rope_dim_);
     const std::int64_t pad = line.integer("pad", 0, {0});
     // The width of a head of the models that this shape comes from.
     sm_scale_ = 1.0f / std::sqrt(static_cast<float>(kv_lora_rank_ / 4 + rope_dim_));
     rules_ = read_decode_rules(line, heads_, query_start_loc_, random_);
 
     const std::int64_t row = kv_lora_rank_ + rope_dim_;
-    sequences_ = make_cached_sequences({{cache_dtype, row}, line.integer("block_size", 64), pad},
-                                       seq_lens, random_);
+    sequences_ =
+        make_cached_sequences({format, line.integer("block_size", 64), pad}, seq_lens, random_);
     for (std::size_t i = 0; i < requests; ++i) {
       const std::int64_t first = rules_.first_key(queries(i), seq_lens[i]);
       sequences_.hide_before(i, first);
@@ -77,7 +78,8 @@ class MlaDecodeProblem : public Problem {
                .schedule = &schedule_,
                .variant = rules_.variant,
                .sm_scale = sm_scale_,
-               .sinks = rules_.sinks.view};
+               .sinks = rules_.sinks.view,
+               .q_scale = 0.f};
     reserve_poisoned(ctx, workspace_bytes(ctx, params_));
   }
   void run() override { mla_decode(ctx_, params_); }

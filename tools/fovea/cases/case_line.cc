@@ -95,7 +95,7 @@ std::vector<std::int64_t> CaseLine::integers(std::string_view key,
 }
 
 std::string CaseLine::word(std::string_view key, std::string_view fallback,
-                           std::initializer_list<std::string_view> allowed) const {
+                           const std::vector<std::string_view>& allowed) const {
   const Value* value = find(key);
   if (value == nullptr) return std::string(fallback);
   if (std::find(allowed.begin(), allowed.end(), value->text) == allowed.end()) {

@@ -40,7 +40,7 @@ class CaseLine {
                                      const std::vector<std::int64_t>& fallback,
                                      Range range = {}) const;
   std::string word(std::string_view key, std::string_view fallback,
-                   std::initializer_list<std::string_view> allowed) const;
+                   const std::vector<std::string_view>& allowed) const;
   DType dtype_value(std::string_view key, DType fallback) const;
   /// Refuses keys that nobody asked for.
   void check_all_read() const;

@@ -18,8 +18,44 @@ constexpr std::int32_t kGarbageId = std::numeric_limits<std::int32_t>::min();
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 oracle::Format format_of(DType dtype) {
-  if (dtype == DType::f16) return oracle::Format::f16;
-  return dtype == DType::bf16 ? oracle::Format::bf16 : oracle::Format::f32;
+  switch (dtype) {
+    case DType::f16:
+      return oracle::Format::f16;
+    case DType::bf16:
+      return oracle::Format::bf16;
+    case DType::f8e4m3fn:
+      return oracle::Format::f8e4m3fn;
+    case DType::f8e5m2:
+      return oracle::Format::f8e5m2;
+    case DType::i8:
+      return oracle::Format::i8;
+    case DType::i4:
+      return oracle::Format::i4;
+    default:
+      return oracle::Format::f32;
+  }
+}
+
+oracle::RowScales scales_of(KvScales scales) {
+  switch (scales) {
+    case KvScales::none:
+      break;
+    case KvScales::per_tensor:
+      return oracle::RowScales::per_tensor;
+    case KvScales::per_token:
+      return oracle::RowScales::per_token;
+    case KvScales::ds_mla:
+      return oracle::RowScales::ds_mla;
+  }
+  return oracle::RowScales::none;
+}
+
+oracle::RowFormat row_format(const KvFormat& format) {
+  return {.format = format_of(format.dtype),
+          .scales = scales_of(format.scales),
+          .num_heads = format.num_heads,
+          .first_group = format.first_group,
+          .scale = static_cast<double>(format.scale)};
 }
 
 }  // namespace
@@ -136,8 +172,8 @@ std::vector<double> CachedSequences::rows(std::size_t request, std::int64_t begi
       continue;
     }
     const std::vector<double> row =
-        oracle::decode(cache.slot(slot(request, position)), cache.format().row_elements,
-                       format_of(cache.format().dtype));
+        oracle::decode_row(cache.slot(slot(request, position)), cache.format().row_elements,
+                           row_format(cache.format()));
     rows.insert(rows.end(), row.begin(), row.end());
   }
   return rows;
@@ -146,13 +182,14 @@ std::vector<double> CachedSequences::rows(std::size_t request, std::int64_t begi
 void CachedSequences::fill(std::size_t request, std::int64_t begin, std::int64_t end,
                            Random& random) const {
   const KvFormat& format = cache.format();
+  const std::int64_t elements = format.row_elements;
   const Array values =
-      normal_array({.dtype = format.dtype, .shape = {end - begin, format.row_elements}}, random);
+      normal_array({.dtype = DType::f32, .shape = {end - begin, elements}}, random);
   for (std::int64_t position = begin; position < end; ++position) {
-    std::memcpy(
-        cache.slot(slot(request, position)),
-        static_cast<const std::byte*>(values.view.data) + (position - begin) * format.row_bytes(),
-        static_cast<std::size_t>(format.row_bytes()));
+    const std::span row(values.view.ptr<float>({position - begin, 0}),
+                        static_cast<std::size_t>(elements));
+    encode_row(format, row,
+               {cache.slot(slot(request, position)), static_cast<std::size_t>(format.row_bytes())});
   }
 }
 
@@ -169,7 +206,8 @@ CachedSequences make_cached_sequences(const CacheSpec& spec, std::vector<std::in
   }
   sequences.width += 1;  // A tail for garbage in every row.
   const std::int64_t num_blocks = used + 2;
-  const std::int64_t row_stride = spec.format.row_bytes() + bytes_of(spec.format.dtype, spec.pad);
+  const std::int64_t row_stride =
+      spec.format.row_bytes() + spec.pad * std::max<std::int64_t>(spec.format.alignment(), 1);
   sequences.cache = PagedKvCache::allocate(
       spec.format,
       {.num_blocks = num_blocks, .block_size = spec.block_size, .row_stride = row_stride});
@@ -224,6 +262,7 @@ void RowChecker::rows(const std::string& name, std::span<const double> got,
       }
     }
     if (error == 0) continue;
+    norm = std::max(norm, small_ * small_ * static_cast<double>(width));
     note(norm > 0 ? std::sqrt(error / norm) : kInfinity,
          fmt::format("{} row {} element {}: got {}, expected {}", name, begin / width,
                      worst_at - begin, got[worst_at], expected[worst_at]));

@@ -79,10 +79,16 @@ struct CacheSpec {
 CachedSequences make_cached_sequences(const CacheSpec& spec, std::vector<std::int64_t> lens,
                                       Random& random);
 
+/// Values are about 1: attention outputs below a fiftieth of that are what cancellation left.
+inline constexpr double kSmallOutput = 0.02;
+
 /// Collects the worst row.
 class RowChecker {
  public:
-  explicit RowChecker(double limit) { result_.limit = limit; }
+  /// Rows are compared relative to their norm. `small`: elements that small are no smaller than
+  /// what rounding leaves of larger ones that cancelled, or that a sink took the weight of: a row's
+  /// norm counts as that of `small` in every element at least.
+  explicit RowChecker(double limit, double small = 0) : small_(small) { result_.limit = limit; }
   void rows(const std::string& name, std::span<const double> got, std::span<const double> expected,
             std::int64_t row_elements);
   /// One by one: -inf exactly, else relative to max(1, |expected|).
@@ -92,6 +98,7 @@ class RowChecker {
 
  private:
   void note(double error, std::string place);
+  double small_;
   CheckResult result_;
 };
 

@@ -118,6 +118,13 @@ void fill_gqa_append(CaseLine& line, Random& random) {
   line.set("pairing", std::string(random.chance(0.5) ? "neox" : "interleaved"));
 }
 
+/// A KV format that latents of every width have.
+std::string latent_format_word(Random& random) {
+  constexpr std::array<const char*, 7> kFormats = {
+      "f32", "f16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8_per_token", "fp8_per_token"};
+  return kFormats[static_cast<std::size_t>(random.integer(0, 6))];
+}
+
 void fill_mla_decode(CaseLine& line, Random& random) {
   const auto requests = static_cast<std::size_t>(random.integer(1, 6));
   const bool has_real_dims = random.chance(0.5);
@@ -133,7 +140,7 @@ void fill_mla_decode(CaseLine& line, Random& random) {
   line.set("rope", has_real_dims ? 64 : 2 * random.integer(1, 32));
   line.set("block_size", block_size(random)).set("causal", is_causal ? 1 : 0);
   set_rules(line, random, is_causal);
-  if (random.chance(0.3)) line.set("cache", dtype_word(random));
+  if (random.chance(0.4)) line.set("cache", latent_format_word(random));
   if (random.chance(0.3)) line.set("out", std::string("f32"));
   if (random.chance(0.5)) line.set("padding", random.integer(1, 4));
 }
