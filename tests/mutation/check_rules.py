@@ -28,7 +28,8 @@ OPS_FILTER = "*reference_f32:*reference_bf16"
 # From the quickest to build and run on: (name, sources, filter of cases).
 PROGRAMS = [
     ("variants", ["tests/variants/visibility_test.cc"], "*"),
-    ("plan", ["src/core/*.cc", "src/plan/*.cc", "tests/plan/*_test.cc"], "-GoldenPlans*"),
+    ("plan", ["src/core/*.cc", "src/quant/*.cc", "src/kv/**/*.cc", "src/plan/*.cc",
+              "tests/plan/*_test.cc"], "-GoldenPlans*"),
     ("ops", LIBRARY + ["tests/ops/attention_rules_test.cc", "tests/ops/gqa_attention_test.cc",
                        "tests/ops/gqa_append_test.cc", "tests/ops/merge_state_test.cc",
                        "tests/ops/mla_decode_test.cc", "tests/ops/row_ops_test.cc"], OPS_FILTER),
