@@ -66,8 +66,8 @@ struct Handover {
   std::int32_t last_arriver;  ///< This block merges.
 
   /// Run by one thread.
-  __device__ void init(int splits) {
-    ptx::mbarrier_init(ptx::shared_address(&p_full), 128);
+  __device__ void init(int splits, int score_threads) {
+    ptx::mbarrier_init(ptx::shared_address(&p_full), score_threads);
     ptx::mbarrier_init(ptx::shared_address(&p_empty), kOutputThreads / 32);
     ptx::mbarrier_init(ptx::shared_address(&exchanged), splits);
   }

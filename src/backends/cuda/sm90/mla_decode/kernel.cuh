@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::mbarrier_init(ptx::shared_address(&s.full[i]), 1);
       ptx::mbarrier_init(ptx::shared_address(&s.empty[i]), 4);  // The reading warps.
     }
-    s.handover.init(splits);
+    s.handover.init(splits, 128);
     ptx::mbarrier_init_fence();
   }
   if (splits > 1) {  // The others' barriers are arrived at.

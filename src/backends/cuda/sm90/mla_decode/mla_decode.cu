@@ -55,19 +55,21 @@ constexpr std::size_t dense_bytes = sizeof(mla::SharedMemory<kRows>);
 struct Function {
   const void* address;
   std::size_t shared_bytes;
+  int threads;
 };
 
 Function function_of(const MlaDecodeParams& p, std::int32_t rows) {
   if (p.cache_format != CacheFormat::dense) {
     const mla::QuantizedKernel kernel = mla::quantized_kernel(p.cache_format, rows);
-    return {reinterpret_cast<const void*>(kernel.function), kernel.shared_bytes};
+    return {reinterpret_cast<const void*>(kernel.function), kernel.shared_bytes,
+            kernel.threads};
   }
   const Kernel kernel = p.query_type == ElementType::bf16 ? kernel_of<__nv_bfloat16>(rows)
                                                           : kernel_of<__half>(rows);
   const std::size_t bytes = rows == 16   ? dense_bytes<16>
                             : rows == 32 ? dense_bytes<32>
                                          : dense_bytes<64>;
-  return {reinterpret_cast<const void*>(kernel), bytes};
+  return {reinterpret_cast<const void*>(kernel), bytes, mla::kThreads};
 }
 static_assert(sizeof(mla::SharedMemory<16>) <= 227 * 1024);
 static_assert(sizeof(mla::SharedMemory<32>) <= 227 * 1024);
@@ -81,7 +83,7 @@ struct Launch {
   Launch(const MlaDecodeGeometry& g, const Function& function, cudaStream_t stream) {
     const auto cluster = static_cast<unsigned>(g.row_tiles_per_group * g.splits_per_group);
     config.gridDim = dim3(static_cast<unsigned>(g.num_groups) * cluster);
-    config.blockDim = dim3(mla::kThreads);
+    config.blockDim = dim3(static_cast<unsigned>(function.threads));
     config.dynamicSmemBytes = function.shared_bytes;
     config.stream = stream;
     attributes[0].id = cudaLaunchAttributeClusterDimension;

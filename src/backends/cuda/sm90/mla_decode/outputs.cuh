@@ -82,6 +82,7 @@ __device__ void accumulate_tiles(std::int32_t tiles, SharedMemory<kRows>& s,
 /// are channels channel() and channel() + kStep.
 struct DenseOrder {
   static constexpr int kStep = 8;
+  static constexpr int kFlight = 8;  ///< Results that a merge asks for at once.
   static __device__ int channel(int chunk, int warp, int g) { return chunk * 64 + warp * 16 + g; }
 };
 
@@ -207,7 +208,6 @@ struct Partials {
 template <int kRows, typename Order, typename Stats, typename Out, typename Store>
 __device__ __forceinline__ void merge_slice(int split, int splits, int count, Stats stats, Out out,
                                             Store store) {
-  constexpr int kFlight = 8;
   constexpr int kAtOnce = kRows == 64 ? 2 : 1;
   const int slice = kLatent / 4 * kRows / splits;
   const int begin = split * slice;
@@ -217,7 +217,7 @@ __device__ __forceinline__ void merge_slice(int split, int splits, int count, St
     for (int n = 0; n < kAtOnce; ++n) {
       const int index = first + n * kOutputThreads;
       const FragmentPlace<kRows, Order> place(index);
-      merged[n] = merge_values<kFlight>(
+      merged[n] = merge_values<Order::kFlight>(
           count,
           [&](int i, float2& max, float2& sum) {
             const float* at = stats(i) + place.column;

@@ -9,7 +9,7 @@ QuantizedKernel kernel() {
   static_assert(sizeof(QuantizedMemory<Format, kRows>) <= 227 * 1024);
   static_assert(QuantizedMemory<Format, kRows>::kSlots >= 2);
   return {mla_decode_quantized_kernel<Format, kRows>, sizeof(QuantizedMemory<Format, kRows>),
-          Format::kRowBytes};
+          kQuantizedThreads<kRows>, Format::kRowBytes};
 }
 
 template <typename Format>

@@ -15,23 +15,32 @@ namespace fovea::cuda::mla {
 template <typename Format>
 struct QuantizedOrder {
   static constexpr int kStep = 1;
+  static constexpr int kFlight = 4;
   static __device__ int channel(int chunk, int warp, int g) {
     return Format::channel(chunk, warp, g);
   }
 };
 
+/// Score warpgroups: what they do to a tile takes longer than bringing its bytes. Two of them take
+/// two tiles at a time; 32 rows leave registers for one only.
+template <int kRows>
+constexpr int kScoreWarpgroups = kRows == 16 ? 2 : 1;
+template <int kRows>
+constexpr int kQuantizedThreads = kOutputThreads + 128 * kScoreWarpgroups<kRows> + 128;
+
 template <typename Format, int kRows>
 struct QuantizedMemory {
+  static constexpr int kScorers = kScoreWarpgroups<kRows>;
   static constexpr int kTileBytes = kKeyTile * Format::kRowBytes;
   /// As many tiles as fit in 227 KB beside queries and the rest, 6 at most.
-  static constexpr int kRest = (kChunks + 1) * kRows * 128 + 4 * kRows * 16 + 1024;
+  static constexpr int kRest = (kChunks + kScorers) * kRows * 128 + 32 * kScorers * kRows + 2048;
   static constexpr int kFit = (227 * 1024 - kRest) / kTileBytes;
   static constexpr int kSlots = kFit < 6 ? kFit : 6;
 
   std::uint8_t q[kChunks][kRows * 128];  ///< f16, channels permuted as the format's fragments are.
-  std::uint8_t p[kRows * 128];           ///< P^T [rows][64 keys], f16, keys permuted likewise.
+  std::uint8_t p[kScorers][kRows * 128];  ///< P^T [rows][64 keys], f16, keys permuted likewise.
   alignas(16) std::uint8_t ring[kSlots][kTileBytes];
-  float warp_max[2][4][kRows];
+  float warp_max[2][4 * kScorers][kRows];
   float score_scale[kRows];  ///< From products with the scaled query row to log2 units.
   std::uint64_t full[kSlots];
   std::uint64_t empty[kSlots];
@@ -43,17 +52,18 @@ struct QuantizedMemory {
 template <typename Format, int kRows>
 __device__ void load_query_scaled(const KernelParams& k, const Job& job,
                                   QuantizedMemory<Format, kRows>& s) {
+  constexpr int kWarps = 4 * kScoreWarpgroups<kRows>;
   const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32 % 4;
+  const int thread = threadIdx.x - kOutputThreads;
   const MlaDecodeParams& op = k.op;
   const auto heads = static_cast<std::uint32_t>(op.num_heads);
-  if (threadIdx.x % 128 < kRows) {
-    const std::uint32_t first = job.first_row, row = threadIdx.x % 128;
+  if (thread < kRows) {
+    const std::uint32_t first = job.first_row, row = thread;
     s.query_of_row[row] = static_cast<std::uint8_t>((first + row) / heads - first / heads);
   }
   const bool bf16 = op.query_type == ElementType::bf16;
-#pragma unroll 2
-  for (int row = warp; row < kRows; row += 4) {
+#pragma unroll 1
+  for (int row = thread / 32; row < kRows; row += kWarps) {
     const bool exists = row < job.num_rows;
     const std::uint32_t r = job.first_row + (exists ? row : 0);
     const std::uint32_t token = r / heads, head = r - token * heads;
@@ -109,10 +119,11 @@ struct QuantizedScores {
   const Job& job;
   Memory& s;
   const VisibleKeys visible;
-  Softmax<kRows> softmax;
+  Softmax<kRows, 4 * Memory::kScorers> softmax;
+  const int warpgroup = softmax.warp / 4;
   // The thread's two keys of a tile: those at M rows g and g + 8 of its warp.
-  const int key0 = softmax.warp * 16 + Format::key(softmax.g / 2, softmax.g % 2);
-  const int key1 = softmax.warp * 16 + Format::key(softmax.g / 2, 2 + softmax.g % 2);
+  const int key0 = softmax.warp % 4 * 16 + Format::key(softmax.g / 2, softmax.g % 2);
+  const int key1 = softmax.warp % 4 * 16 + Format::key(softmax.g / 2, 2 + softmax.g % 2);
 
   __device__ QuantizedScores(const KernelParams& k, const Job& job, Memory& s)
       : k(k), job(job), s(s), visible(visible_keys(k.op, job)) {}
@@ -124,13 +135,18 @@ struct QuantizedScores {
     asm volatile("" : "+l"(q_operand));  // Hoisted sums of it would spill.
     constexpr std::uint32_t kQueryChunk = kRows * 128 >> 4;
     std::uint32_t a[2][4][4];
+    std::uint32_t word[2][Format::kChunkWords];
+    const auto load = [&](int chunk) {
+      const std::uint8_t* column = tile + chunk * Format::kChunkRowBytes;
+      Format::load_words(column + key0 * Format::kRowBytes, softmax.c, word[0]);
+      Format::load_words(column + key1 * Format::kRowBytes, softmax.c, word[1]);
+    };
 #pragma unroll
     for (int n = 0; n < count; ++n) {
       const int chunk = first + n;
+      load(chunk);
       if (n >= 2) ptx::wgmma_wait<1>();  // The operands of two chunks ago are not read any more.
-      const std::uint8_t* column = tile + chunk * Format::kChunkRowBytes;
-      Format::score_operands(column + key0 * Format::kRowBytes, column + key1 * Format::kRowBytes,
-                             softmax.c, a[n % 2]);
+      Format::score_operands(word, a[n % 2]);
       ptx::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
@@ -146,7 +162,7 @@ struct QuantizedScores {
   __device__ __forceinline__ void clean_keys(std::uint8_t* tile, std::int32_t first_key) {
     const int lane = softmax.lane;
     for (int i = 0; i < 16; ++i) {
-      const int key = softmax.warp * 16 + i;
+      const int key = softmax.warp % 4 * 16 + i;
       const std::int32_t at = first_key + key;
       if (at >= visible.common_begin && at < visible.common_end) continue;
       auto* piece = reinterpret_cast<uint4*>(tile + key * Format::kRowBytes) + lane;
@@ -181,25 +197,21 @@ struct QuantizedScores {
     }
   }
 
-  /// One tile: weights in log2 units are score + log2 of the key's latent scale, so that P, in f16,
-  /// stays below 2^kMaxLag; the sum takes the scale out again.
-  __device__ __forceinline__ void tile(std::uint8_t* raw, std::int32_t tile, std::uint32_t empty,
-                                       std::uint32_t& message) {
+  /// Weights of a tile in log2 units: score + log2 of the key's latent scale, so that P, in f16,
+  /// stays below 2^kMaxLag. What takes the scales out of sums again comes back.
+  __device__ __forceinline__ float2 weigh(std::uint8_t* raw, std::int32_t tile,
+                                          std::uint32_t empty, float (&score)[kRows / 2]) {
     float2 scale0{k.op.cache_scale, k.op.cache_scale}, scale1 = scale0;
-    if constexpr (Format::kScales > 0) {
-      scale0 = *reinterpret_cast<const float2*>(raw + key0 * Format::kRowBytes + Format::kScales);
-      scale1 = *reinterpret_cast<const float2*>(raw + key1 * Format::kRowBytes + Format::kScales);
-    }
-    float score[kRows / 2];
     if constexpr (Format::kScales > 0) {
       products<8, 1>(raw, score);
       ptx::wgmma_wait<0>();
       ptx::pin(score);
       float latent[kRows / 2];
       products<0, 8>(raw, latent);
-      // Rope's part, in units of the latent's, waits in `score`.
       ptx::wgmma_wait<0>();
       ptx::pin(latent);
+      scale0 = *reinterpret_cast<const float2*>(raw + key0 * Format::kRowBytes + Format::kScales);
+      scale1 = *reinterpret_cast<const float2*>(raw + key1 * Format::kRowBytes + Format::kScales);
 #pragma unroll
       for (int j = 0; j < kBlocks; ++j) {
 #pragma unroll
@@ -237,13 +249,28 @@ struct QuantizedScores {
       score[4 * j + 3] = fmaf(score[4 * j + 3], units.y, log1);
     }
     if (!all_visible) mask(score, first_key);
+    return float2{inverse0, inverse1};
+  }
+
+  /// This warpgroup's tile, in ring slot `slot`, of those that the score warpgroups take at once,
+  /// if it `exists`.
+  __device__ __forceinline__ void tile(bool exists, std::uint32_t slot, std::int32_t tile,
+                                       std::uint32_t& message) {
+    float score[kRows / 2];
+    float2 inverse{0.f, 0.f};
+    if (exists) {
+      inverse = weigh(s.ring[slot], tile, ptx::shared_address(&s.empty[slot]), score);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kRows / 2; ++i) score[i] = -INFINITY;
+    }
     float over_keys[kBlocks][2];
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j) {
       over_keys[j][0] = fmaxf(score[4 * j], score[4 * j + 2]);
       over_keys[j][1] = fmaxf(score[4 * j + 1], score[4 * j + 3]);
     }
-    const auto change = softmax.advance_maxima(over_keys, s.warp_max[tile & 1]);
+    const auto change = softmax.advance_maxima(over_keys, s.warp_max[message & 1]);
     const float2 base = softmax.base();
     std::uint32_t packed[kBlocks][2];
 #pragma unroll
@@ -252,14 +279,14 @@ struct QuantizedScores {
       const float b = __shfl_sync(~0u, base.y, 4 * j + softmax.c);
       const float p0 = exp2_approx(score[4 * j] - a), p1 = exp2_approx(score[4 * j + 1] - b);
       const float p2 = exp2_approx(score[4 * j + 2] - a), p3 = exp2_approx(score[4 * j + 3] - b);
-      over_keys[j][0] = p0 * inverse0 + p2 * inverse1;
-      over_keys[j][1] = p1 * inverse0 + p3 * inverse1;
+      over_keys[j][0] = p0 * inverse.x + p2 * inverse.y;
+      over_keys[j][1] = p1 * inverse.x + p3 * inverse.y;
       packed[j][0] = pack<__half>(p0, p1);
       packed[j][1] = pack<__half>(p2, p3);
     }
     ptx::mbarrier_wait(ptx::shared_address(&s.handover.p_empty), (message & 1) ^ 1);
     ++message;
-    store_probabilities<kRows>(ptx::shared_address(s.p), packed);
+    store_probabilities<kRows>(ptx::shared_address(s.p[warpgroup]), packed);
     softmax.hand_over(change, s.handover);
     softmax.add_sums(over_keys, change);
   }
@@ -287,8 +314,8 @@ __device__ void accumulate_quantized(
 #pragma unroll
     for (int e = 0; e < kRows / 2; ++e) out[i][e] = 0.f;
   }
-  for (; tiles > 0; --tiles) {
-    ptx::mbarrier_wait(ptx::shared_address(&s.full[ring.slot]), ring.parity);
+  constexpr int kScorers = QuantizedMemory<Format, kRows>::kScorers;
+  for (; tiles > 0; tiles -= kScorers) {
     ptx::mbarrier_wait(ptx::shared_address(&s.handover.p_full), message & 1);
     ++message;
     if (s.handover.rescale) {
@@ -307,22 +334,29 @@ __device__ void accumulate_quantized(
     }
 #pragma unroll
     for (int i = 0; i < kChunksPerOutput; ++i) ptx::pin(out[i]);
-    std::uint64_t p_operand = ptx::swizzled_operand(ptx::shared_address(s.p));
+#pragma unroll 1
+    for (int part = 0; part < min(kScorers, tiles); ++part) {
+      const std::uint64_t p_operand = ptx::swizzled_operand(ptx::shared_address(s.p[part]));
+      ptx::mbarrier_wait(ptx::shared_address(&s.full[ring.slot]), ring.parity);
     const std::uint8_t* words = s.ring[ring.slot] + first;
     constexpr int kSteps = kChunksPerOutput / kWord * 4;
     std::uint32_t a[2][kWord][4];
+    std::uint32_t key[4];
+    const auto load = [&](int n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int offset =
+            (n % 4 * 16 + Format::key(0, i)) * Format::kRowBytes + n / 4 * 4 * kWarpBytes;
+        key[i] = *reinterpret_cast<const std::uint32_t*>(words + offset);
+      }
+    };
+    load(0);
 #pragma unroll
     for (int n = 0; n < kSteps; ++n) {
       const int block = n / 4, step = n % 4;
       if (n >= 2) ptx::wgmma_wait<1>();
-      std::uint32_t key[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int offset =
-            (step * 16 + Format::key(0, i)) * Format::kRowBytes + block * 4 * kWarpBytes;
-        key[i] = *reinterpret_cast<const std::uint32_t*>(words + offset);
-      }
       Format::value_operands(key, a[n % 2]);
+      if (n + 1 < kSteps) load(n + 1);
       ptx::wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kWord; ++i) {
@@ -331,13 +365,14 @@ __device__ void accumulate_quantized(
       }
       ptx::wgmma_commit();
     }
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&s.empty[ring.slot]));
-    ptx::wgmma_wait<0>();
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&s.empty[ring.slot]));
+      ptx::wgmma_wait<0>();
 #pragma unroll
-    for (int i = 0; i < kChunksPerOutput; ++i) ptx::pin(out[i]);
+      for (int i = 0; i < kChunksPerOutput; ++i) ptx::pin(out[i]);
+      ring.advance(1);
+    }
     if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&s.handover.p_empty));
-    ring.advance(1);
   }
   ptx::mbarrier_wait(ptx::shared_address(&s.handover.p_full), message & 1);
   ++message;
@@ -424,6 +459,7 @@ __device__ void load_quantized(const KernelParams& k, const Job& job, std::int32
     } else {
       ptx::wait_for_previous_kernel();
       ptx::mbarrier_wait(ptx::shared_address(&s.empty[ring.slot]), ring.parity ^ 1);
+#pragma unroll 1
       for (std::int32_t i = thread; i < keys * kPieces; i += 128) {
         const std::int32_t key = i / kPieces, piece = i % kPieces;
         ptx::copy_8_bytes(to + i * 8, row_of(first + key) + piece * 8);
@@ -435,12 +471,17 @@ __device__ void load_quantized(const KernelParams& k, const Job& job, std::int32
 }
 
 template <typename Format, int kRows>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kQuantizedThreads<kRows>, 1)
     mla_decode_quantized_kernel(const __grid_constant__ KernelParams k) {
   extern __shared__ __align__(1024) std::uint8_t shared_bytes[];
   using Memory = QuantizedMemory<Format, kRows>;
   auto& s = *reinterpret_cast<Memory*>(shared_bytes);
   constexpr int kSlots = Memory::kSlots;
+  constexpr int kScorers = Memory::kScorers;
+  // Of 65536 registers, 480 a thread of 128 with five warpgroups, 512 with four.
+  constexpr int kOutputRegisters = kScorers == 2 ? 96 : 136;
+  constexpr int kScoreRegisters = kScorers == 2 ? 120 : 160;
+  constexpr int kLoadRegisters = kScorers == 2 ? 48 : 80;
 
   const int row_tiles = k.geometry.row_tiles_per_group;
   const int splits = k.geometry.splits_per_group;
@@ -454,7 +495,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::mbarrier_init(ptx::shared_address(&s.full[i]), k.bulk_rows ? 1 : 128);
       ptx::mbarrier_init(ptx::shared_address(&s.empty[i]), 4 + kOutputThreads / 32);
     }
-    s.handover.init(splits);
+    s.handover.init(splits, 128 * kScorers);
     ptx::mbarrier_init_fence();
   }
   if (splits > 1) {  // The others' barriers are arrived at.
@@ -471,7 +512,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   RingPosition<kSlots> ring;
   std::uint32_t message = 0;
   if (warp < 4 * kOutputWarpgroups) {
-    ptx::take_registers<136>();
+    if constexpr (kOutputRegisters > 96) ptx::take_registers<kOutputRegisters>();
     const Partials<kRows> partials{k, row_tile, split};
     OutputFragment<kRows> out;
     std::uint32_t turn = 0;
@@ -488,24 +529,27 @@ __global__ void __launch_bounds__(kThreads, 1)
                                                          turn++);
       }
     }
-  } else if (warp < 4 * kOutputWarpgroups + 4) {
-    ptx::take_registers<160>();
+  } else if (warp < 4 * (kOutputWarpgroups + kScorers)) {
+    ptx::take_registers<kScoreRegisters>();
     while (walk.next(job)) {
       ptx::wait_for_previous_kernel();
       load_query_scaled<Format, kRows>(k, job, s);
       ptx::fence_async_proxy();
-      ptx::named_barrier(kScoreBarrier, 128);
+      ptx::named_barrier(kScoreBarrier, 128 * kScorers);
       QuantizedScores<Format, kRows> scores(k, job, s);
-      for (std::int32_t tile = job.tile_begin; tile < job.tile_end; ++tile) {
-        ptx::mbarrier_wait(ptx::shared_address(&s.full[ring.slot]), ring.parity);
-        scores.tile(s.ring[ring.slot], tile, ptx::shared_address(&s.empty[ring.slot]), message);
-        ring.advance(1);
+      for (std::int32_t tile = job.tile_begin; tile < job.tile_end; tile += kScorers) {
+        const int own = scores.warpgroup;
+        const auto at = ring.plus(own);
+        const bool exists = tile + own < job.tile_end;
+        if (exists) ptx::mbarrier_wait(ptx::shared_address(&s.full[at.slot]), at.parity);
+        scores.tile(exists, at.slot, tile + own, message);
+        ring.advance(min(kScorers, job.tile_end - tile));
       }
       scores.softmax.publish_sums(s.warp_max[0], s.handover, message);
     }
   } else {
-    ptx::give_registers<80>();
-    const int loader = warp - (4 * kOutputWarpgroups + 4);
+    ptx::give_registers<kLoadRegisters>();
+    const int loader = warp - 4 * (kOutputWarpgroups + kScorers);
     const std::uint64_t policy = ptx::make_l2_policy(row_tiles == 1 ? ptx::L2Policy::evict_first
                                                                     : ptx::L2Policy::evict_normal);
     if (loader == 1) {

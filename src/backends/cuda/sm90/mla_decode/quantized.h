@@ -8,6 +8,7 @@ namespace fovea::cuda::mla {
 struct QuantizedKernel {
   void (*function)(KernelParams);
   std::size_t shared_bytes;
+  int threads;
   std::int32_t row_bytes;  ///< Of a cache row, scales included.
 };
 

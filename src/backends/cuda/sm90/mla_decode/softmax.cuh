@@ -23,8 +23,9 @@ __device__ __forceinline__ void store_probabilities(
   }
 }
 
-/// One thread's part. A lane keeps two columns for its warp: own_column and the next.
-template <int kRows>
+/// One thread's part. A lane keeps two columns for its warp: own_column and the next. The score
+/// warps, kWarps of them, come after the output warpgroups.
+template <int kRows, int kWarps = 4>
 struct Softmax {
   static constexpr int kBlocks = kRows / 8;  // Column blocks of the fragments.
   /// What a tile's maxima do to what was there before.
@@ -34,7 +35,7 @@ struct Softmax {
   };
 
   const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32 % 4;
+  const int warp = threadIdx.x / 32 - kOutputThreads / 32;
   const int g = lane / 4;
   const int c = lane % 4;
   const int own_column = (g < kBlocks ? 8 * g : 0) + 2 * c;
@@ -74,13 +75,13 @@ struct Softmax {
 
   /// Takes the maxima of a tile, over this thread's keys, into the reference maxima of all warps.
   __device__ __forceinline__ Change advance_maxima(float (&over_keys)[kBlocks][2],
-                                                   float (&warp_max)[4][kRows]) {
+                                                   float (&warp_max)[kWarps][kRows]) {
     const float2 mine = reduce_columns(over_keys, [](float a, float b) { return fmaxf(a, b); });
     if (g < kBlocks) *reinterpret_cast<float2*>(&warp_max[warp][own_column]) = mine;
-    ptx::named_barrier(kScoreBarrier, 128);
+    ptx::named_barrier(kScoreBarrier, 32 * kWarps);
     float2 tile_max = *reinterpret_cast<const float2*>(&warp_max[0][own_column]);
 #pragma unroll
-    for (int w = 1; w < 4; ++w) {
+    for (int w = 1; w < kWarps; ++w) {
       const float2 other = *reinterpret_cast<const float2*>(&warp_max[w][own_column]);
       tile_max.x = fmaxf(tile_max.x, other.x);
       tile_max.y = fmaxf(tile_max.y, other.y);
@@ -121,19 +122,19 @@ struct Softmax {
   }
 
   /// The job's last message: maxima and sums.
-  __device__ __forceinline__ void publish_sums(float (&warp_max)[4][kRows], Handover<kRows>& h,
+  __device__ __forceinline__ void publish_sums(float (&warp_max)[kWarps][kRows], Handover<kRows>& h,
                                                std::uint32_t& message) {
-    ptx::named_barrier(kScoreBarrier, 128);  // Everyone has read the last tile's maxima.
+    ptx::named_barrier(kScoreBarrier, 32 * kWarps);  // Everyone has read the last tile's maxima.
     if (g < kBlocks) {
       *reinterpret_cast<float2*>(&warp_max[warp][own_column]) = float2{sum0, sum1};
     }
-    ptx::named_barrier(kScoreBarrier, 128);
+    ptx::named_barrier(kScoreBarrier, 32 * kWarps);
     ptx::mbarrier_wait(ptx::shared_address(&h.p_empty), (message & 1) ^ 1);
     ++message;
     if (warp == 0 && g < kBlocks) {
       float2 total{0.f, 0.f};
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
+      for (int w = 0; w < kWarps; ++w) {
         const float2 part = *reinterpret_cast<const float2*>(&warp_max[w][own_column]);
         total.x += part.x;
         total.y += part.y;
@@ -143,7 +144,7 @@ struct Softmax {
           float2{isnan(total.x) ? total.x : max0, isnan(total.y) ? total.y : max1};
       *reinterpret_cast<float2*>(&h.message[1][own_column]) = total;
     }
-    ptx::named_barrier(kScoreBarrier, 128);  // The sums are read before the next job's maxima come.
+    ptx::named_barrier(kScoreBarrier, 32 * kWarps);  // The sums are read before the next job's maxima come.
     ptx::mbarrier_arrive(ptx::shared_address(&h.p_full));
   }
 };
