@@ -14,7 +14,8 @@ mkdir -p "$out"
 flags=(-gencode "arch=compute_90a,code=sm_90a" -std=c++20 -O3 -lineinfo --cudart static
   -Isrc -Itests -Xptxas -v)
 objects=()
-for source in src/backends/cuda/sm90/mla_decode/mla_decode.cu src/backends/cuda/plain/mla_decode.cu \
+for source in src/backends/cuda/sm90/mla_decode/mla_decode.cu \
+  src/backends/cuda/sm90/mla_decode/quantized.cu src/backends/cuda/plain/mla_decode.cu \
   tests/cuda/mla_decode_bench.cu; do
   object="$out/$(echo "${source%.cu}" | tr / _).o"
   nvcc "${flags[@]}" -c "$source" -o "$object" 2>"$object.log" || {

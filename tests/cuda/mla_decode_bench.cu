@@ -281,8 +281,8 @@ class TimedCase {
     cache_ = DeviceArray<std::uint8_t>(bytes * copies_);
     query_ = DeviceArray<std::uint16_t>(std::size_t{1} * s.batch * s.query_len * s.heads * kRow);
     if (s.format == CacheFormat::dense) {
-      fill_random<<<1320, 256>>>(reinterpret_cast<std::uint16_t*>(cache_.data()),
-                                 cache_.size() / 2, 1);
+      fill_random<<<1320, 256>>>(reinterpret_cast<std::uint16_t*>(cache_.data()), cache_.size() / 2,
+                                 1);
     } else {
       fill_rows<<<1320, 256>>>(cache_.data(), cache_.size() / row_bytes(s.format), s.format,
                                static_cast<int>(row_bytes(s.format)));
@@ -393,10 +393,18 @@ void print(const Timing& t, const char* mark) {
 }
 
 void run_timings(bool sweep, double seconds, const char* json, const char* commit) {
-  const TimedShape shapes[] = {{1, 16, 4096, 1},   {1, 16, 32768, 1},  {1, 128, 32768, 1},
-                               {8, 16, 8192, 1},   {128, 16, 8192, 1}, {128, 128, 8192, 1},
-                               {1, 128, 4096, 1},  {32, 16, 8192, 1},  {32, 128, 8192, 1},
-                               {128, 64, 8192, 1}, {128, 16, 8192, 4}, {128, 32, 8192, 1},
+  const TimedShape shapes[] = {{1, 16, 4096, 1},
+                               {1, 16, 32768, 1},
+                               {1, 128, 32768, 1},
+                               {8, 16, 8192, 1},
+                               {128, 16, 8192, 1},
+                               {128, 128, 8192, 1},
+                               {1, 128, 4096, 1},
+                               {32, 16, 8192, 1},
+                               {32, 128, 8192, 1},
+                               {128, 64, 8192, 1},
+                               {128, 16, 8192, 4},
+                               {128, 32, 8192, 1},
                                {128, 16, 8192, 1, CacheFormat::int8_per_token},
                                {128, 16, 8192, 1, CacheFormat::fp8_e4m3},
                                {128, 16, 8192, 1, CacheFormat::int4_per_token},
@@ -405,8 +413,9 @@ void run_timings(bool sweep, double seconds, const char* json, const char* commi
   std::vector<Timing> results;
   for (const TimedShape& s : shapes) {
     constexpr const char* kFormats[] = {"bf16", "fp8_e4m3", "int8_per_token", "int4_per_token"};
-    std::string name = std::string("mla_decode_") + kFormats[static_cast<int>(s.format)] + "_b" + std::to_string(s.batch) + "_h" +
-                       std::to_string(s.heads) + "_kv" + std::to_string(s.kv);
+    std::string name = std::string("mla_decode_") + kFormats[static_cast<int>(s.format)] + "_b" +
+                       std::to_string(s.batch) + "_h" + std::to_string(s.heads) + "_kv" +
+                       std::to_string(s.kv);
     if (s.query_len > 1) name += "_q" + std::to_string(s.query_len);
     if (name.find(only) == std::string::npos) continue;
     TimedCase c(s);

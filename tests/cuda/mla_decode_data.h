@@ -108,9 +108,10 @@ struct CaseShape {
   std::int64_t row_gap = 0;        ///< Elements between cache rows.
   float spread = 1.f;              ///< Of the queries: large ones make one key win.
   std::int32_t window_left = -1;
-  bool with_sinks = false;    ///< Of all sizes, infinite ones among them.
+  bool with_sinks = false;  ///< Of all sizes, infinite ones among them.
   CacheFormat format = CacheFormat::dense;
-  bool last_key_nan = false;  ///< Of each request with several query tokens: earlier ones are clean.
+  bool last_key_nan =
+      false;  ///< Of each request with several query tokens: earlier ones are clean.
 };
 
 constexpr int kLatent = 512;
@@ -394,7 +395,7 @@ inline bool matches(const Case& c, const Reference& ref, const std::string& what
       const double got = lse[head * c.tokens + token];
       const double error = std::isnan(want)   ? (std::isnan(got) ? 0 : INFINITY)
                            : std::isinf(want) ? (got == want ? 0 : INFINITY)
-                                            : std::abs(got - want) / (1 + std::abs(want));
+                                              : std::abs(got - want) / (1 + std::abs(want));
       if (!(error <= 1e-5)) ++bad_lse;
       if (!(error <= worst_lse)) worst_lse = error;
     }

@@ -23,7 +23,7 @@ constexpr int kOutputWarpgroups = 2;
 constexpr int kOutputThreads = kOutputWarpgroups * 128;
 constexpr int kChunksPerOutput = kLatent / 64 / kOutputWarpgroups;
 constexpr int kThreads = 512;     ///< Two output warpgroups, one for scores, one that loads.
-constexpr int kMaxSplits = 16;  ///< Blocks of the largest cluster.
+constexpr int kMaxSplits = 16;    ///< Blocks of the largest cluster.
 constexpr int kScoreBarrier = 1;  ///< Named barriers; 0 is the whole block's.
 constexpr int kOutputBarrier = 2;
 constexpr float kLog2e = 1.4426950408889634f;
@@ -98,8 +98,8 @@ struct KernelParams {
   std::uint32_t* counters;   ///< [2 num_groups][row_tiles_per_group][splits_per_group]
   float* partial_stats;      ///< The same, then [2][rows].
   float* partial_out;        ///< [2 num_groups][row_tiles_per_group][512 * rows] in fragments.
-  float* exchange_stats;     ///< Results of single blocks of clusters, in turn: [2][blocks][2][rows]
-  float* exchange_out;       ///< and [2][blocks][512 * rows] in fragments.
+  float* exchange_stats;  ///< Results of single blocks of clusters, in turn: [2][blocks][2][rows]
+  float* exchange_out;    ///< and [2][blocks][512 * rows] in fragments.
 };
 
 /// Walks the jobs of a group; every role of a block walks the same list.
@@ -127,8 +127,7 @@ class JobWalk {
     job.first_row = (job_ * k_.geometry.row_tiles_per_group + row_tile_) * rows_;
     job.num_rows = max(0, min(rows_, query_len_ * k_.op.num_heads - job.first_row));
     const bool empty = seq_len_ <= 0 || job.num_rows == 0;
-    const std::int32_t tile =
-        first_tile_of(seq_len_, query_len_, k_.op.window_left) + tile_;
+    const std::int32_t tile = first_tile_of(seq_len_, query_len_, k_.op.window_left) + tile_;
     job.tile_begin = empty ? 0 : tile + take * split_ / splits;
     job.tile_end = empty ? 0 : tile + take * (split_ + 1) / splits;
     job.first_unit = first_unit_;
@@ -262,8 +261,8 @@ __device__ __forceinline__ float inverse_sum(const MlaDecodeParams& op, const Jo
   if (sum == 0.f) return 0.f;
   if (op.sinks != nullptr && row < job.num_rows) {
     const std::uint32_t r = job.first_row + row;
-    sum += exp2_approx(__ldg(op.sinks + r % static_cast<std::uint32_t>(op.num_heads)) * kLog2e -
-                       max);
+    sum +=
+        exp2_approx(__ldg(op.sinks + r % static_cast<std::uint32_t>(op.num_heads)) * kLog2e - max);
   }
   return 1.f / sum;
 }

@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     __syncthreads();
   }
-  // Until each role waits for it, the kernel before may still run. The schedule and what it was made
-  // from are older than that kernel; all else is touched after the wait.
+  // Until each role waits for it, the kernel before may still run. The schedule and what it was
+  // made from are older than that kernel; all else is touched after the wait.
   JobWalk walk(k, group, kRows, row_tile, split);
   Job job;
 

@@ -61,11 +61,10 @@ struct Function {
 Function function_of(const MlaDecodeParams& p, std::int32_t rows) {
   if (p.cache_format != CacheFormat::dense) {
     const mla::QuantizedKernel kernel = mla::quantized_kernel(p.cache_format, rows);
-    return {reinterpret_cast<const void*>(kernel.function), kernel.shared_bytes,
-            kernel.threads};
+    return {reinterpret_cast<const void*>(kernel.function), kernel.shared_bytes, kernel.threads};
   }
-  const Kernel kernel = p.query_type == ElementType::bf16 ? kernel_of<__nv_bfloat16>(rows)
-                                                          : kernel_of<__half>(rows);
+  const Kernel kernel =
+      p.query_type == ElementType::bf16 ? kernel_of<__nv_bfloat16>(rows) : kernel_of<__half>(rows);
   const std::size_t bytes = rows == 16   ? dense_bytes<16>
                             : rows == 32 ? dense_bytes<32>
                                          : dense_bytes<64>;
@@ -175,7 +174,8 @@ const char* mla_decode_sm90_declines(const MlaDecodeParams& p) {
       (!is_multiple(p.cache, 8) || (p.cache_row_stride | p.cache_block_stride) % 8 != 0)) {
     return "quantised cache rows must be 8-byte aligned";
   }
-  if (dense && (!is_multiple(p.cache, 16) || (p.cache_row_stride | p.cache_block_stride) % 8 != 0)) {
+  if (dense &&
+      (!is_multiple(p.cache, 16) || (p.cache_row_stride | p.cache_block_stride) % 8 != 0)) {
     return "cache rows must be 16-byte aligned";
   }
   constexpr std::int64_t kMaxStride = std::int64_t{1} << 39;  // 40 bits of bytes.
@@ -259,15 +259,15 @@ cudaError_t mla_decode_sm90(const MlaDecodeParams& p, const MlaDecodeGeometry& g
   const WorkspaceLayout layout(g);
   auto* base = static_cast<std::byte*>(workspace);
   KernelParams params{p,
-                            g,
-                            box_rows(p),
-                            quantized && rows_come_in_bulk(p),
-                            reinterpret_cast<const mla::GroupRange*>(base),
-                            reinterpret_cast<std::uint32_t*>(base + layout.counters),
-                            reinterpret_cast<float*>(base + layout.stats),
-                            reinterpret_cast<float*>(base + layout.out),
-                            reinterpret_cast<float*>(base + layout.exchange_stats),
-                            reinterpret_cast<float*>(base + layout.exchange_out)};
+                      g,
+                      box_rows(p),
+                      quantized && rows_come_in_bulk(p),
+                      reinterpret_cast<const mla::GroupRange*>(base),
+                      reinterpret_cast<std::uint32_t*>(base + layout.counters),
+                      reinterpret_cast<float*>(base + layout.stats),
+                      reinterpret_cast<float*>(base + layout.out),
+                      reinterpret_cast<float*>(base + layout.exchange_stats),
+                      reinterpret_cast<float*>(base + layout.exchange_out)};
   const Launch launch(g, function, stream);
   void* arguments[] = {&params, &map};
   return cudaLaunchKernelExC(&launch.config, function.address, arguments);

@@ -21,8 +21,10 @@ std::size_t mla_decode_sm90_workspace_bytes(const MlaDecodeGeometry& geometry);
 cudaError_t mla_decode_sm90_plan(const MlaDecodeParams& params, const MlaDecodeGeometry& geometry,
                                  void* workspace, cudaStream_t stream);
 
-/// One launch, merge of split keys included. Allocates nothing. One launch at a time may use a
-/// workspace.
+/// One launch, merge of split keys included. Allocates nothing. Where the kernel before it in the
+/// stream lets the next one start early, the schedule, block_table, query_start_loc and seq_lens
+/// must be older than that kernel: they are read before it has ended. One launch at a time may use
+/// a workspace.
 cudaError_t mla_decode_sm90(const MlaDecodeParams& params, const MlaDecodeGeometry& geometry,
                             void* workspace, cudaStream_t stream);
 

@@ -31,7 +31,8 @@ __device__ void accumulate_tiles(std::int32_t tiles, SharedMemory<kRows>& s,
     if (s.handover.rescale) {
 #pragma unroll
       for (int j = 0; j < kBlocks; ++j) {
-        const float2 factor = *reinterpret_cast<const float2*>(&s.handover.message[0][8 * j + 2 * c]);
+        const float2 factor =
+            *reinterpret_cast<const float2*>(&s.handover.message[0][8 * j + 2 * c]);
 #pragma unroll
         for (int i = 0; i < kChunksPerOutput; ++i) {
           out[i][4 * j] *= factor.x;
@@ -278,8 +279,8 @@ __device__ void merge_if_last(const KernelParams& k, const Job& job, const JobPi
 
 /// Writes normalised outputs straight from the fragments.
 template <int kRows>
-__device__ void store_output(DenseOrder, const KernelParams& k, const Job& job, const Handover<kRows>& s,
-                             const OutputFragment<kRows>& out) {
+__device__ void store_output(DenseOrder, const KernelParams& k, const Job& job,
+                             const Handover<kRows>& s, const OutputFragment<kRows>& out) {
   constexpr int kBlocks = kRows / 8;
   const int thread = threadIdx.x % 128;
   const int lane = thread % 32;
@@ -407,8 +408,7 @@ __device__ void finish_in_cluster(const KernelParams& k, const JobWalk& walk,
   ptx::mbarrier_wait_cluster(exchanged, turn & 1);
 
   merge_slice<kRows, Order>(
-      partials.split, splits, splits,
-      [&](int i) { return stats_of(first_block + i * row_tiles); },
+      partials.split, splits, splits, [&](int i) { return stats_of(first_block + i * row_tiles); },
       [&](int i) { return out_of(first_block + i * row_tiles); },
       [&](int index, const FragmentPlace<kRows, Order>& place, const MergedValue& merged) {
         if (job.whole) {

@@ -1,6 +1,7 @@
 // MLA decode over quantised rows. Raw rows travel; each role turns codes into f16 fragments in
-// registers on their way into the tensor cores, so that no dequantised tile exists. Queries are f16,
-// each row scaled by a power of two. A key's latent scale enters its score and its weight in P.
+// registers on their way into the tensor cores, so that no dequantised tile exists. Queries are
+// f16, each row scaled by a power of two. A key's latent scale enters its score and its weight in
+// P.
 #pragma once
 
 #include "backends/cuda/sm90/mla_decode/block.cuh"
@@ -37,7 +38,7 @@ struct QuantizedMemory {
   static constexpr int kFit = (227 * 1024 - kRest) / kTileBytes;
   static constexpr int kSlots = kFit < 6 ? kFit : 6;
 
-  std::uint8_t q[kChunks][kRows * 128];  ///< f16, channels permuted as the format's fragments are.
+  std::uint8_t q[kChunks][kRows * 128];   ///< f16, channels permuted as the format's fragments are.
   std::uint8_t p[kScorers][kRows * 128];  ///< P^T [rows][64 keys], f16, keys permuted likewise.
   alignas(16) std::uint8_t ring[kSlots][kTileBytes];
   float warp_max[2][4 * kScorers][kRows];
@@ -93,8 +94,7 @@ __device__ void load_query_scaled(const KernelParams& k, const Job& job,
     const int exponent = max(static_cast<int>(__float_as_uint(largest) >> 23) - 127, -100);
     const float factor = __uint_as_float((127 + 14 - exponent) << 23);
     if (lane == 0) {
-      s.score_scale[row] =
-          __uint_as_float((127 - 14 + exponent) << 23) * op.sm_scale * kLog2e;
+      s.score_scale[row] = __uint_as_float((127 - 14 + exponent) << 23) * op.sm_scale * kLog2e;
     }
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -199,8 +199,8 @@ struct QuantizedScores {
 
   /// Weights of a tile in log2 units: score + log2 of the key's latent scale, so that P, in f16,
   /// stays below 2^kMaxLag. What takes the scales out of sums again comes back.
-  __device__ __forceinline__ float2 weigh(std::uint8_t* raw, std::int32_t tile,
-                                          std::uint32_t empty, float (&score)[kRows / 2]) {
+  __device__ __forceinline__ float2 weigh(std::uint8_t* raw, std::int32_t tile, std::uint32_t empty,
+                                          float (&score)[kRows / 2]) {
     float2 scale0{k.op.cache_scale, k.op.cache_scale}, scale1 = scale0;
     if constexpr (Format::kScales > 0) {
       products<8, 1>(raw, score);
@@ -241,8 +241,7 @@ struct QuantizedScores {
     const float inverse0 = exp2f(-log0), inverse1 = exp2f(-log1);
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j) {
-      const float2 units =
-          *reinterpret_cast<const float2*>(&s.score_scale[8 * j + 2 * softmax.c]);
+      const float2 units = *reinterpret_cast<const float2*>(&s.score_scale[8 * j + 2 * softmax.c]);
       score[4 * j] = fmaf(score[4 * j], units.x, log0);
       score[4 * j + 1] = fmaf(score[4 * j + 1], units.y, log0);
       score[4 * j + 2] = fmaf(score[4 * j + 2], units.x, log1);
@@ -294,10 +293,9 @@ struct QuantizedScores {
 
 /// O^T [256 channels, rows] += V^T [256, 64] P^T [64, rows] over `tiles` key tiles.
 template <typename Format, int kRows>
-__device__ void accumulate_quantized(
-    std::int32_t tiles, QuantizedMemory<Format, kRows>& s,
-    RingPosition<QuantizedMemory<Format, kRows>::kSlots>& ring, std::uint32_t& message,
-    OutputFragment<kRows>& out) {
+__device__ void accumulate_quantized(std::int32_t tiles, QuantizedMemory<Format, kRows>& s,
+                                     RingPosition<QuantizedMemory<Format, kRows>::kSlots>& ring,
+                                     std::uint32_t& message, OutputFragment<kRows>& out) {
   constexpr int kBlocks = kRows / 8;
   constexpr int kWord = Format::kTilesPerWord;
   const int lane = threadIdx.x % 32;
@@ -338,33 +336,33 @@ __device__ void accumulate_quantized(
     for (int part = 0; part < min(kScorers, tiles); ++part) {
       const std::uint64_t p_operand = ptx::swizzled_operand(ptx::shared_address(s.p[part]));
       ptx::mbarrier_wait(ptx::shared_address(&s.full[ring.slot]), ring.parity);
-    const std::uint8_t* words = s.ring[ring.slot] + first;
-    constexpr int kSteps = kChunksPerOutput / kWord * 4;
-    std::uint32_t a[2][kWord][4];
-    std::uint32_t key[4];
-    const auto load = [&](int n) {
+      const std::uint8_t* words = s.ring[ring.slot] + first;
+      constexpr int kSteps = kChunksPerOutput / kWord * 4;
+      std::uint32_t a[2][kWord][4];
+      std::uint32_t key[4];
+      const auto load = [&](int n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int offset =
-            (n % 4 * 16 + Format::key(0, i)) * Format::kRowBytes + n / 4 * 4 * kWarpBytes;
-        key[i] = *reinterpret_cast<const std::uint32_t*>(words + offset);
+        for (int i = 0; i < 4; ++i) {
+          const int offset =
+              (n % 4 * 16 + Format::key(0, i)) * Format::kRowBytes + n / 4 * 4 * kWarpBytes;
+          key[i] = *reinterpret_cast<const std::uint32_t*>(words + offset);
+        }
+      };
+      load(0);
+#pragma unroll
+      for (int n = 0; n < kSteps; ++n) {
+        const int block = n / 4, step = n % 4;
+        if (n >= 2) ptx::wgmma_wait<1>();
+        Format::value_operands(key, a[n % 2]);
+        if (n + 1 < kSteps) load(n + 1);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kWord; ++i) {
+          ptx::wgmma_a_in_registers<kRows>(out[block * kWord + i], a[n % 2][i],
+                                           p_operand + step * 2, true);
+        }
+        ptx::wgmma_commit();
       }
-    };
-    load(0);
-#pragma unroll
-    for (int n = 0; n < kSteps; ++n) {
-      const int block = n / 4, step = n % 4;
-      if (n >= 2) ptx::wgmma_wait<1>();
-      Format::value_operands(key, a[n % 2]);
-      if (n + 1 < kSteps) load(n + 1);
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < kWord; ++i) {
-        ptx::wgmma_a_in_registers<kRows>(out[block * kWord + i], a[n % 2][i], p_operand + step * 2,
-                                         true);
-      }
-      ptx::wgmma_commit();
-    }
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&s.empty[ring.slot]));
       ptx::wgmma_wait<0>();
@@ -406,8 +404,7 @@ __device__ void store_output(QuantizedOrder<Format>, const KernelParams& k, cons
           *reinterpret_cast<float2*>(static_cast<float*>(op.out) + to + channel) = float2{v0, v1};
         } else {
           *reinterpret_cast<std::uint32_t*>(static_cast<std::uint16_t*>(op.out) + to + channel) =
-              op.out_type == ElementType::bf16 ? pack<__nv_bfloat16>(v0, v1)
-                                               : pack<__half>(v0, v1);
+              op.out_type == ElementType::bf16 ? pack<__nv_bfloat16>(v0, v1) : pack<__half>(v0, v1);
         }
       }
     }

@@ -1,5 +1,5 @@
-// Quantised cache rows: where codes and scales lie, and how codes become f16 fragments of the tensor
-// cores' A operand. All codes are exact in f16.
+// Quantised cache rows: where codes and scales lie, and how codes become f16 fragments of the
+// tensor cores' A operand. All codes are exact in f16.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,8 @@
 
 namespace fovea::cuda::mla {
 
-__device__ __forceinline__ std::uint32_t halves_minus(std::uint32_t halves, std::uint32_t constant) {
+__device__ __forceinline__ std::uint32_t halves_minus(std::uint32_t halves,
+                                                      std::uint32_t constant) {
   std::uint32_t out;
   asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(halves), "r"(constant));
   return out;

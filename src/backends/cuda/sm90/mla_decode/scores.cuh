@@ -25,9 +25,9 @@ __device__ void load_query(const KernelParams& k, const Job& job, SharedMemory<k
     const std::uint32_t token = r / static_cast<std::uint32_t>(op.num_heads);
     const std::uint32_t head = r - token * op.num_heads;
     const std::int64_t t = job.query_begin + static_cast<std::int64_t>(token);
-    const auto* latent =
-        reinterpret_cast<const uint4*>(static_cast<const T*>(op.q_latent) +
-                                       t * op.q_latent_token_stride + head * op.q_latent_head_stride);
+    const auto* latent = reinterpret_cast<const uint4*>(static_cast<const T*>(op.q_latent) +
+                                                        t * op.q_latent_token_stride +
+                                                        head * op.q_latent_head_stride);
     const auto* pe = reinterpret_cast<const uint4*>(
         static_cast<const T*>(op.q_pe) + t * op.q_pe_token_stride + head * op.q_pe_head_stride);
     const std::uint32_t to = q + row * 128 + ((lane % 8) ^ (row % 8)) * 16;

@@ -8,8 +8,8 @@ namespace fovea::cuda::mla {
 /// Writes P^T [rows][64 keys] in the 128-byte swizzle. packed[j] holds, of column block j, the
 /// thread's two columns of keys 16 warp + g and 16 warp + g + 8.
 template <int kRows>
-__device__ __forceinline__ void store_probabilities(
-    std::uint32_t p_tile, const std::uint32_t (&packed)[kRows / 8][2]) {
+__device__ __forceinline__ void store_probabilities(std::uint32_t p_tile,
+                                                    const std::uint32_t (&packed)[kRows / 8][2]) {
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32 % 4;
   // Lane l addresses row l % 8 of matrix l / 8 (column block, key half).
@@ -144,7 +144,8 @@ struct Softmax {
           float2{isnan(total.x) ? total.x : max0, isnan(total.y) ? total.y : max1};
       *reinterpret_cast<float2*>(&h.message[1][own_column]) = total;
     }
-    ptx::named_barrier(kScoreBarrier, 32 * kWarps);  // The sums are read before the next job's maxima come.
+    ptx::named_barrier(kScoreBarrier,
+                       32 * kWarps);  // The sums are read before the next job's maxima come.
     ptx::mbarrier_arrive(ptx::shared_address(&h.p_full));
   }
 };
