@@ -2,6 +2,9 @@
 
 #include <fmt/args.h>
 
+#include <cmath>
+#include <limits>
+
 namespace fovea {
 
 void fail_formatted(ErrorCode code, std::string_view format, std::span<const MessageArg> args) {
@@ -18,7 +21,13 @@ void fail_formatted(ErrorCode code, std::string_view format, std::span<const Mes
         store.push_back(arg.unsigned_integer);
         break;
       case MessageArg::Kind::real:
-        store.push_back(arg.real);
+        // What was a float prints with a float's digits: 0.02, not 0.019999999552965164.
+        if (std::abs(arg.real) <= std::numeric_limits<float>::max() &&
+            static_cast<double>(static_cast<float>(arg.real)) == arg.real) {
+          store.push_back(static_cast<float>(arg.real));
+        } else {
+          store.push_back(arg.real);
+        }
         break;
       case MessageArg::Kind::text:
         store.push_back(arg.text);

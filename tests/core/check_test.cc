@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <string>
 
 namespace fovea {
@@ -14,6 +15,15 @@ TEST(CheckTest, TheMessageHoldsEveryKindOfArgument) {
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::unsupported);
     EXPECT_STREQ(error.what(), "-3 7 true text 1.50 {} owned");
+  }
+}
+
+TEST(CheckTest, AFloatPrintsWithItsOwnDigits) {
+  try {
+    fail(ErrorCode::unsupported, "{} {} {} {}", 0.02f, 0.1, 1e300,
+         std::numeric_limits<float>::infinity());
+  } catch (const Error& error) {
+    EXPECT_STREQ(error.what(), "0.02 0.1 1e+300 inf");
   }
 }
 
