@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string_view>
 
 #include "fovea/tensor.h"
@@ -43,10 +44,27 @@ struct QuantizedWeight {
   WeightGroups groups;
 };
 
+/// What an FP8 projection of a layer has besides its codes.
+struct WeightScale {
+  TensorView scale;  ///< As QuantizedWeight's. Absent: the projection is not quantised.
+  WeightGroups groups;
+};
+
 /// Throws Error(invalid_argument) that names what does not fit.
 void check_quantized_weight(const QuantizedWeight& weight);
 /// The float32 products of codes and scales, rounded once to `dtype`.
 Tensor dequantize_weight(const QuantizedWeight& weight, DType dtype);
+
+/// The memory of a QuantizedWeight.
+struct OwnedQuantizedWeight {
+  Tensor codes;
+  Tensor scale;  ///< f32
+  WeightGroups groups;
+  operator QuantizedWeight() const { return {codes, scale, groups}; }
+};
+/// Codes of `weight` [out_features, in_features] of a compute dtype, any strides. The largest
+/// finite magnitude of each group becomes the largest code; the rest rounds to nearest even.
+OwnedQuantizedWeight quantize_weight(const TensorView& weight, const WeightGroups& groups);
 
 /// y = x W^T + bias with W [out_features, in_features]. Immutable but for `reload`; shared freely.
 class Linear {
@@ -71,6 +89,7 @@ class Linear {
   DType dtype() const;
   std::int64_t weight_bytes() const;      ///< As packed.
   std::string_view backend_name() const;  ///< "onednn/bf16", "onednn/f32", "plain", "plain/fp8"
+  std::optional<WeightGroups> groups() const;  ///< Of a quantised weight.
 
   /// x [T, in], out [T, out], both of dtype(), unit innermost stride, any row stride; no overlap.
   /// Sums are f32; a result is rounded once, to nearest even.

@@ -141,6 +141,9 @@ std::int64_t Linear::out_features() const { return impl_->product().shape().colu
 DType Linear::dtype() const { return impl_->product().shape().dtype; }
 std::int64_t Linear::weight_bytes() const { return impl_->product().weight_bytes(); }
 std::string_view Linear::backend_name() const { return impl_->product().name(); }
+std::optional<WeightGroups> Linear::groups() const {
+  return impl_->quantized ? std::optional(impl_->groups) : std::nullopt;
+}
 
 void Linear::operator()(const ExecutionContext& ctx, const TensorView& x,
                         const TensorView& out) const {

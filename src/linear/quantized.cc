@@ -1,10 +1,12 @@
 // Products with weights that stay in FP8.
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "core/check.h"
 #include "core/float_bits.h"
 #include "fovea/linear.h"
+#include "fovea/quant.h"
 #include "linear/plain_kernels.h"
 #include "linear/product.h"
 
@@ -157,6 +159,11 @@ void dequantize_rows(const QuantizedWeight& weight, const TensorView& out) {
   }
 }
 
+void check_groups(const WeightGroups& groups) {
+  FOVEA_CHECK(groups.out >= 0 && groups.in >= 0, invalid_argument,
+              "groups are [{}, {}], but must not be negative", groups.out, groups.in);
+}
+
 }  // namespace
 
 void check_quantized_weight(const QuantizedWeight& weight) {
@@ -167,8 +174,7 @@ void check_quantized_weight(const QuantizedWeight& weight) {
               "codes is {}, but must be f8e4m3fn[out_features, in_features] with unit innermost "
               "stride",
               to_string(codes));
-  FOVEA_CHECK(weight.groups.out >= 0 && weight.groups.in >= 0, invalid_argument,
-              "groups are [{}, {}], but must not be negative", weight.groups.out, weight.groups.in);
+  check_groups(weight.groups);
   const std::int64_t rows = num_groups(codes.shape[0], weight.groups.out);
   const std::int64_t columns = num_groups(codes.shape[1], weight.groups.in);
   FOVEA_CHECK(
@@ -198,6 +204,39 @@ Tensor dequantize_weight(const QuantizedWeight& weight, DType dtype) {
       break;
   }
   return out;
+}
+
+OwnedQuantizedWeight quantize_weight(const TensorView& weight, const WeightGroups& groups) {
+  FOVEA_CHECK(weight && weight.ndim == 2 && weight.shape[0] > 0 && weight.shape[1] > 0 &&
+                  is_compute_dtype(weight.dtype),
+              invalid_argument,
+              "weight is {}, but must be f32, f16 or bf16 [out_features, in_features]",
+              to_string(weight));
+  check_groups(groups);
+  const std::int64_t rows = weight.shape[0], columns = weight.shape[1];
+  const std::int64_t group_out = filled(groups.out, rows), group_in = filled(groups.in, columns);
+  OwnedQuantizedWeight result{.codes = Tensor::empty(DType::f8e4m3fn, {rows, columns}),
+                              .scale = Tensor::empty(DType::f32, {num_groups(rows, groups.out),
+                                                                  num_groups(columns, groups.in)}),
+                              .groups = groups};
+  std::vector<float> values;
+  for (std::int64_t i = 0; i < rows; i += group_out) {
+    for (std::int64_t j = 0; j < columns; j += group_in) {
+      const TensorView group = weight.slice(0, i, std::min(i + group_out, rows))
+                                   .slice(1, j, std::min(j + group_in, columns));
+      values.resize(static_cast<std::size_t>(group.numel()));
+      copy(group, TensorView::of(values.data(), {group.shape[0], group.shape[1]}));
+      const float scale = group_scale(DType::f8e4m3fn, values);
+      *result.scale.ptr<float>({i / group_out, j / group_in}) = scale;
+      const auto width = static_cast<std::size_t>(group.shape[1]);
+      for (std::int64_t m = 0; m < group.shape[0]; ++m) {
+        quantize_group(DType::f8e4m3fn,
+                       std::span(values).subspan(static_cast<std::size_t>(m) * width, width), scale,
+                       {result.codes.ptr<std::byte>({i + m, j}), width});
+      }
+    }
+  }
+  return result;
 }
 
 std::unique_ptr<QuantizedProduct> make_quantized_product(const ProductShape& shape,

@@ -1,6 +1,7 @@
 // Products with FP8 weights: exact weights, groups of any shape, and what is refused.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <tuple>
 
@@ -162,6 +163,48 @@ TEST_P(QuantizedLinear, ReloadKeepsStorageAndGroups) {
   EXPECT_EQ(test::to_doubles(fresh), test::to_doubles(out));
 }
 
+TEST(QuantizeWeight, EachGroupIsWithinHalfAStepOfItsLargest) {  // F043, F359
+  for (const WeightGroups& groups : kGroups) {
+    for (DType dtype : {DType::f32, DType::bf16}) {
+      constexpr std::int64_t kOut = 130, kIn = 200;
+      const PaddedTensor transposed(dtype, {kIn, kOut});
+      test::fill_normal(transposed, 8);
+      // A group of zeros, and one of large values beside small ones.
+      test::fill_uniform(transposed.view().slice(0, 0, 128).slice(1, 0, 128), 9, 0, 0);
+      test::fill_uniform(transposed.view().slice(0, 128, 200).slice(1, 128, 130), 9, -1e4, 1e4);
+      const TensorView weight = transposed.view().transpose(0, 1);
+      const OwnedQuantizedWeight quantized = quantize_weight(weight, groups);
+      const std::vector<double> got = test::to_doubles(dequantize_weight(quantized, DType::f32));
+      const std::vector<double> expected = test::to_doubles(weight);
+      std::vector<double> largest(expected.size());  // Of the group, by its first element.
+      const auto first_of = [&](std::int64_t m, std::int64_t k) {
+        const std::int64_t row = groups.out == 0 ? 0 : m / groups.out * groups.out;
+        const std::int64_t column = groups.in == 0 ? 0 : k / groups.in * groups.in;
+        return static_cast<std::size_t>(row * kIn + column);
+      };
+      for (std::int64_t m = 0; m < kOut; ++m) {
+        for (std::int64_t k = 0; k < kIn; ++k) {
+          double& group = largest[first_of(m, k)];
+          group = std::max(group, std::abs(expected[static_cast<std::size_t>(m * kIn + k)]));
+        }
+      }
+      for (std::int64_t m = 0; m < kOut; ++m) {
+        for (std::int64_t k = 0; k < kIn; ++k) {
+          const auto i = static_cast<std::size_t>(m * kIn + k);
+          const double group = largest[first_of(m, k)];
+          // Half a step: 2^-4 of the value, or of the smallest normal code, 2^-6 of 448.
+          const double limit = 0x1.0001p-4 * std::max(std::abs(expected[i]), group * 0x1p-6 / 448);
+          ASSERT_LE(std::abs(got[i] - expected[i]), limit)
+              << "[" << m << ", " << k << "] in groups of " << groups.out << ", " << groups.in;
+          if (std::abs(expected[i]) == group) {
+            ASSERT_NEAR(got[i], expected[i], group * 0x1p-23);
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(QuantizedWeight, WhatDoesNotFitIsNamed) {
   Weight w(40, 64, {32, 32}, DType::f32);
   const auto error_of = [](auto&& call) -> std::string {
@@ -186,6 +229,8 @@ TEST(QuantizedWeight, WhatDoesNotFitIsNamed) {
   wrong.codes.dtype = DType::u8;
   EXPECT_TRUE(contains(error_of([&] { check_quantized_weight(wrong); }), "must be f8e4m3fn"));
   EXPECT_TRUE(contains(error_of([&] { Linear(w.weight, {}, DType::i8); }), "dtype is i8"));
+  EXPECT_TRUE(contains(error_of([&] { quantize_weight(w.codes, {}); }), "weight is f8e4m3fn"));
+  EXPECT_TRUE(contains(error_of([&] { quantize_weight(w.scale, {0, -4}); }), "[0, -4]"));
   Linear linear(w.weight, {}, DType::f32);
   const Tensor dense = Tensor::zeros(DType::f32, {40, 64});
   EXPECT_TRUE(contains(error_of([&] { linear.reload(dense, {}); }), "made with a quantised one"));
