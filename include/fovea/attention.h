@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "fovea/attention_step.h"
@@ -49,7 +50,9 @@ struct AttentionLora {
 };
 
 /// Weights as stored in a checkpoint, [out, in]. Views; the layer copies what it keeps. Either
-/// qkv_proj or q_proj, k_proj and v_proj; they come out alike.
+/// qkv_proj or q_proj, k_proj and v_proj; they come out alike. A projection may be FP8 (f8e4m3fn)
+/// with a scale, and stays one byte per weight. q, k and v share one product: their groups must
+/// then have one width, and where only some are FP8 all become dense.
 struct AttentionWeights {
   TensorView qkv_proj;  ///< [qkv_size, H], rows of q, then k, then v.
   TensorView qkv_bias;  ///< Optional [qkv_size].
@@ -65,6 +68,12 @@ struct AttentionWeights {
   TensorView o_bias;    ///< Optional [H].
   TensorView sinks;     ///< Optional [N] of any compute dtype: raw logits.
   std::vector<AttentionLora> lora = {};  ///< Adapters that rows choose by index.
+  // Of the projections that are FP8.
+  WeightScale qkv_proj_scale = {};
+  WeightScale q_proj_scale = {};
+  WeightScale k_proj_scale = {};
+  WeightScale v_proj_scale = {};
+  WeightScale o_proj_scale = {};
 };
 
 enum class RopeFusion : std::uint8_t {
@@ -78,6 +87,9 @@ struct AttentionOptions {
   float rms_norm_eps = 1e-6f;  ///< Of q_norm and k_norm.
   RopeFusion rope_fusion = RopeFusion::automatic;
   LinearBackend linear = LinearBackend::automatic;
+  /// What the layer computes in. Default: the dtype of the first projection that is not FP8, in the
+  /// order qkv, q, k, v, o; where all are FP8 it must be given.
+  std::optional<DType> dtype = {};
 };
 
 /// Keys and values of one layer, under one block table.
@@ -117,7 +129,7 @@ class AttentionLayer {
   /// Scratch that suffices for every step within `limits`.
   std::int64_t workspace_bytes(const OpContext& ctx, const AttentionLimits& limits) const;
   std::int64_t weight_bytes() const;
-  /// New values in the same storage. Same shapes and dtype.
+  /// New values in the same storage. Same shapes, dtypes and groups of weights.
   void reload(const AttentionWeights& weights);
 
  private:

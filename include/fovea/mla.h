@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "fovea/attention_step.h"
 #include "fovea/linear.h"
@@ -10,6 +11,8 @@
 #include "fovea/rotary.h"
 
 namespace fovea {
+
+struct Projection;
 
 /// Head counts and ranks of a layer. In comments N, Lq, L, P, R, V, H.
 struct MlaDims {
@@ -35,7 +38,10 @@ enum class KvBOrder : std::uint8_t {
   grouped,   ///< All heads' keys [N * P], then all heads' values [N * V] (TensorRT-LLM).
 };
 
-/// Weights as stored in a checkpoint, [out, in]. Views; the layer copies what it keeps.
+/// Weights as stored in a checkpoint, [out, in]. Views; the layer copies what it keeps. A
+/// projection may be FP8 (f8e4m3fn) with a scale, and stays one byte per weight. Those that share
+/// one product (q_a and kv_a) must then have groups of one width; of a mixed pair both become
+/// dense.
 struct MlaWeights {
   TensorView q_a_proj;        ///< [Lq, H]; absent without Lq.
   TensorView q_a_bias;        ///< Optional [Lq].
@@ -49,6 +55,12 @@ struct MlaWeights {
   TensorView o_bias;          ///< Optional [H].
   TensorView sinks = {};      ///< Optional [N] of any compute dtype: raw logits.
   KvBOrder kv_b_order = KvBOrder::per_head;
+  // Of the projections that are FP8.
+  WeightScale q_a_proj_scale = {};
+  WeightScale q_b_proj_scale = {};
+  WeightScale kv_a_proj_scale = {};
+  WeightScale kv_b_proj_scale = {};
+  WeightScale o_proj_scale = {};
 };
 
 enum class MlaAbsorption : std::uint8_t {
@@ -60,6 +72,12 @@ struct MlaOptions {
   MlaAbsorption absorption = MlaAbsorption::two_step;
   float rms_norm_eps = 1e-6f;
   LinearBackend linear = LinearBackend::automatic;
+  /// What the layer computes in. Default: the dtype of kv_a_proj, or of kv_a_layernorm where
+  /// kv_a_proj is FP8.
+  std::optional<DType> dtype = {};
+  /// W_Q_UK and W_UV_O are FP8 too, in the groups of q_b_proj, kv_b_proj and o_proj, which must be
+  /// alike. Costs accuracy: these weights are rounded once more. Full absorption only.
+  bool requantize_absorbed = false;
 };
 
 /// kv_b_proj as the absorbed form multiplies with it: views of its memory.
@@ -79,6 +97,10 @@ class MlaAttention {
   /// `kv_b_proj` as for mla_up_projections. With MlaAbsorption::full the weights of decode are left
   /// out: the caller brings queries in the latent space. `sinks` as in MlaWeights.
   MlaAttention(const MlaDims& dims, const TensorView& kv_b_proj, KvBOrder order,
+               LinearBackend linear, MlaAbsorption absorption = MlaAbsorption::two_step,
+               const TensorView& sinks = {});
+  /// FP8: keys and values are expanded from the codes; W_UK and W_UV are of `dtype`.
+  MlaAttention(const MlaDims& dims, const QuantizedWeight& kv_b_proj, DType dtype, KvBOrder order,
                LinearBackend linear, MlaAbsorption absorption = MlaAbsorption::two_step,
                const TensorView& sinks = {});
 
@@ -109,6 +131,7 @@ class MlaAttention {
   std::int64_t workspace_bytes(const OpContext& ctx, const AttentionLimits& limits) const;
   /// New values in the same storage; sinks as before there or absent.
   void reload(const TensorView& kv_b_proj, KvBOrder order, const TensorView& sinks = {});
+  void reload(const QuantizedWeight& kv_b_proj, KvBOrder order, const TensorView& sinks = {});
 
  private:
   struct PrefillRows;
@@ -124,6 +147,9 @@ class MlaAttention {
   void attend_chunk(const OpContext& ctx, const PrefillRows& rows, const ContextChunk& chunk,
                     const AttentionStep& step, const PagedKvCache& cache,
                     const AttentionState& context) const;
+  MlaAttention(const MlaDims& dims, const Projection& kv_b_proj, DType dtype, KvBOrder order,
+               LinearBackend linear, MlaAbsorption absorption, const TensorView& sinks);
+  void reload(const Projection& kv_b_proj, KvBOrder order, const TensorView& sinks);
   Expanded split_expanded(const TensorView& kv) const;
   TensorView sinks() const { return sinks_ ? sinks_.view() : TensorView{}; }
 
@@ -170,7 +196,7 @@ class MlaLayer {
   /// Scratch that suffices for every step within `limits`.
   std::int64_t workspace_bytes(const OpContext& ctx, const AttentionLimits& limits) const;
   std::int64_t weight_bytes() const;
-  /// New values in the same storage. Same shapes and dtype.
+  /// New values in the same storage. Same shapes, dtypes and groups of weights.
   void reload(const MlaWeights& weights);
 
  private:

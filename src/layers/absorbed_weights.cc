@@ -1,9 +1,11 @@
 #include "layers/absorbed_weights.h"
 
+#include <utility>
+
 namespace fovea {
 namespace {
 
-/// out[t, n] = x[t, n] weight[n], all in f32: results are rounded to the weights' dtype once.
+/// out[t, n] = x[t, n] weight[n], all in f32: results are rounded once.
 /// x [T, N, K], weight [N, K, M] of any strides.
 Tensor multiply_heads(const TensorView& x, const TensorView& weight) {
   const auto pool = make_std_thread_pool();
@@ -20,40 +22,45 @@ Tensor multiply_heads(const TensorView& x, const TensorView& weight) {
   return out;
 }
 
+/// Rounds `product` [out, in], f32, to what the layer holds.
+OwnedProjection rounded(const char* name, const TensorView& product, DType dtype,
+                        const WeightGroups* requantized) {
+  OwnedProjection result;
+  if (requantized != nullptr) {
+    OwnedQuantizedWeight weight = quantize_weight(product, *requantized);
+    result.weight = std::move(weight.codes);
+    result.scale = std::move(weight.scale);
+    result.projection = {name, result.weight, {result.scale, *requantized}};
+    return result;
+  }
+  result.weight = Tensor::empty(dtype, {product.shape[0], product.shape[1]});
+  copy(product, result.weight);
+  result.projection = {name, result.weight, {}};
+  return result;
+}
+
 }  // namespace
 
-QueryProjections query_projections(const MlaDims& dims, const TensorView& q_b_proj) {
-  const TensorView heads = q_b_proj.split(0, dims.num_heads, dims.qk_head_dim());
-  return {heads.slice(1, 0, dims.qk_nope_head_dim),
-          heads.slice(1, dims.qk_nope_head_dim, dims.qk_head_dim())};
-}
+AbsorbedWeights absorb(const MlaDims& dims, const MlaWeights& weights, DType dtype,
+                       bool requantize) {
+  const std::int64_t N = dims.num_heads, P = dims.qk_nope_head_dim;
+  const MlaProjections p(weights);
+  // FP8 weights come in f32, so that products are their only rounding.
+  const DenseWeight q_b(p.q_b, DType::f32), kv_b(p.kv_b, DType::f32), o(p.o, DType::f32);
+  const MlaUpProjections up = mla_up_projections(dims, kv_b, weights.kv_b_order);
+  const WeightGroups* groups = requantize ? &p.q_b.scale.groups : nullptr;
+  AbsorbedWeights result;
 
-Tensor absorb_query_projection(const MlaDims& dims, const TensorView& q_b_proj,
-                               const TensorView& w_uk) {
-  const TensorView nope = query_projections(dims, q_b_proj).nope;  // [N, P, X]
+  const TensorView q_heads = static_cast<const TensorView&>(q_b).split(0, N, dims.qk_head_dim());
   // [X, N, P] by [N, P, L] -> [X, N, L]
-  const Tensor product = multiply_heads(nope.transpose(1, 2).transpose(0, 1), w_uk);
-  Tensor result =
-      Tensor::empty(q_b_proj.dtype, {dims.num_heads * dims.kv_lora_rank, q_b_proj.shape[1]});
-  copy(product.view().fuse(1).transpose(0, 1), result);
-  return result;
-}
-
-Tensor rope_query_projection(const MlaDims& dims, const TensorView& q_b_proj) {
-  const std::int64_t N = dims.num_heads, R = dims.qk_rope_head_dim;
-  Tensor result = Tensor::empty(q_b_proj.dtype, {N * R, q_b_proj.shape[1]});
-  copy(query_projections(dims, q_b_proj).rope, result.view().split(0, N, R));
-  return result;
-}
-
-Tensor absorb_output_projection(const MlaDims& dims, const TensorView& o_proj,
-                                const TensorView& w_uv) {
+  const Tensor q_uk =
+      multiply_heads(q_heads.slice(1, 0, P).transpose(1, 2).transpose(0, 1), up.w_uk);
+  result.w_q_uk = rounded("w_q_uk", q_uk.view().fuse(1).transpose(0, 1), dtype, groups);
+  result.w_qr = rows_of_heads(p.q_b, N, P, dims.qk_head_dim());
   // [H, N, V] by [N, V, L] -> [H, N, L]
-  const Tensor product =
-      multiply_heads(o_proj.split(1, dims.num_heads, dims.v_head_dim), w_uv.transpose(1, 2));
-  Tensor result =
-      Tensor::empty(o_proj.dtype, {dims.hidden_size, dims.num_heads * dims.kv_lora_rank});
-  copy(product.view().fuse(1), result);
+  const Tensor uv_o = multiply_heads(static_cast<const TensorView&>(o).split(1, N, dims.v_head_dim),
+                                     up.w_uv.transpose(1, 2));
+  result.w_uv_o = rounded("w_uv_o", uv_o.view().fuse(1), dtype, groups);
   return result;
 }
 

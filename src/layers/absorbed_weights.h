@@ -2,23 +2,20 @@
 #pragma once
 
 #include "fovea/mla.h"
+#include "layers/mla_weights.h"
 
 namespace fovea {
 
-/// Rows of q_b_proj [N * (P + R), X], X being Lq or H.
-struct QueryProjections {
-  TensorView nope;  ///< [N, P, X]
-  TensorView rope;  ///< [N, R, X]
+/// With X being Lq or H.
+struct AbsorbedWeights {
+  OwnedProjection w_q_uk;  ///< [N * L, X] from a query's input to its latent form.
+  OwnedProjection w_qr;    ///< [N * R, X] the rope rows of q_b_proj.
+  OwnedProjection w_uv_o;  ///< [H, N * L] from the latent output to the layer's.
 };
-QueryProjections query_projections(const MlaDims& dims, const TensorView& q_b_proj);
 
-/// W_Q_UK [N * L, X]: from a query's input to its latent form, q_nope and W_UK in one.
-Tensor absorb_query_projection(const MlaDims& dims, const TensorView& q_b_proj,
-                               const TensorView& w_uk);
-/// W_QR [N * R, X]: the rope rows alone.
-Tensor rope_query_projection(const MlaDims& dims, const TensorView& q_b_proj);
-/// W_UV_O [H, N * L]: from the latent output to the layer's, W_UV and o_proj in one.
-Tensor absorb_output_projection(const MlaDims& dims, const TensorView& o_proj,
-                                const TensorView& w_uv);
+/// Of checked weights. What is multiplied out is of `dtype`, or FP8 in the groups of q_b_proj;
+/// w_qr is FP8 where q_b_proj is.
+AbsorbedWeights absorb(const MlaDims& dims, const MlaWeights& weights, DType dtype,
+                       bool requantize);
 
 }  // namespace fovea

@@ -69,8 +69,8 @@ struct AttentionLayer::State {
   TensorView sinks_view() const { return sinks ? sinks.view() : TensorView{}; }
 
   GqaDims dims;
-  DType dtype;
   AttentionOptions options;
+  DType dtype;
   std::shared_ptr<const RotaryEmbedding> rotary;
   bool rotates_on_append;  ///< Keys turn on the way into the cache.
   Linear qkv_proj;         ///< H -> q_size + k_size + v_size
@@ -86,12 +86,12 @@ AttentionLayer::State::State(const GqaDims& dims_, const AttentionWeights& w,
                              std::shared_ptr<const RotaryEmbedding> rotary_,
                              const AttentionOptions& options_)
     : dims(dims_.validated()),
-      dtype(weights_dtype(w)),
       options(options_),
+      dtype(weights_dtype(w, options)),
       rotary(std::move(rotary_)),
       rotates_on_append(rotary && options.rope_fusion != RopeFusion::separate &&
                         options.qk_norm != QkNorm::post_rope) {
-  check_weights(dims, w, options);
+  check_weights(dims, w, dtype, options);
   FOVEA_CHECK(options.rms_norm_eps >= 0 && std::isfinite(options.rms_norm_eps), invalid_argument,
               "rms_norm_eps is {}, but must be finite and not negative", options.rms_norm_eps);
   FOVEA_CHECK(
@@ -102,12 +102,12 @@ AttentionLayer::State::State(const GqaDims& dims_, const AttentionWeights& w,
   FOVEA_CHECK(!rotary || rotary->config().dim <= dims.head_dim, invalid_argument,
               "rotary turns {} channels, but must turn at most head_dim = {}",
               rotary ? rotary->config().dim : 0, dims.head_dim);
-  const FusedQkv qkv(dims, w);
-  qkv_proj = Linear(qkv.weight, qkv.bias, options.linear);
+  const FusedQkv qkv(dims, w, dtype);
+  qkv_proj = make_linear(qkv.weight.projection, qkv.bias, dtype, options.linear);
   q_norm = copy_of(w.q_norm);
   k_norm = copy_of(w.k_norm);
   sinks = sinks_in_f32(w.sinks);
-  o_proj = Linear(w.o_proj, w.o_bias, options.linear);
+  o_proj = make_linear(output_projection(w), w.o_bias, dtype, options.linear);
   const AttentionLoraUpdates lora(dims, w.lora);
   qkv_lora = Lora(dims.hidden_size, dims.qkv_size(), dtype, lora.qkv);
   o_lora = Lora(dims.out_size(), dims.hidden_size, dtype, lora.o);
@@ -364,22 +364,21 @@ std::int64_t AttentionLayer::weight_bytes() const {
 
 void AttentionLayer::reload(const AttentionWeights& w) {
   State& s = *state_;
-  check_weights(s.dims, w, s.options);
-  FOVEA_CHECK(weights_dtype(w) == s.dtype, invalid_argument,
-              "weights are {}, but must be {} as when the layer was made",
-              name_of(weights_dtype(w)), name_of(s.dtype));
+  check_weights(s.dims, w, s.dtype, s.options);
   FOVEA_CHECK(static_cast<bool>(w.sinks) == static_cast<bool>(s.sinks), invalid_argument,
               "sinks are {}, but must be {} as when the layer was made",
               w.sinks ? "there" : "absent", s.sinks ? "there" : "absent");
   FOVEA_CHECK(!s.q_norm || w.q_norm.shape[0] == s.q_norm.view().shape[0], invalid_argument,
               "q_norm is {}, but must be [{}] as when the layer was made", to_string(w.q_norm),
               s.q_norm ? s.q_norm.view().shape[0] : 0);
+  const FusedQkv qkv(s.dims, w, s.dtype);
+  check_reload(qkv.weight.projection, s.qkv_proj);
+  check_reload(output_projection(w), s.o_proj);
   const AttentionLoraUpdates lora(s.dims, w.lora);
   s.qkv_lora.reload(lora.qkv);
   s.o_lora.reload(lora.o);
-  const FusedQkv qkv(s.dims, w);
-  s.qkv_proj.reload(qkv.weight, qkv.bias);
-  s.o_proj.reload(w.o_proj, w.o_bias);
+  fovea::reload(qkv.weight.projection, qkv.bias, s.qkv_proj);
+  fovea::reload(output_projection(w), w.o_bias, s.o_proj);
   if (s.q_norm) copy(w.q_norm, s.q_norm);
   if (s.k_norm) copy(w.k_norm, s.k_norm);
   if (s.sinks) copy(w.sinks, s.sinks);

@@ -8,9 +8,8 @@ namespace {
 
 /// The three parts of the fused product.
 struct Part {
-  const char* proj_name;
+  Projection proj;
   const char* bias_name;
-  const TensorView& proj;
   const TensorView& bias;
   std::int64_t rows;
 };
@@ -36,53 +35,66 @@ void check_norms(const GqaDims& d, const AttentionWeights& w, QkNorm qk_norm) {
 
 }  // namespace
 
-DType weights_dtype(const AttentionWeights& w) {
-  return w.qkv_proj ? w.qkv_proj.dtype : w.q_proj.dtype;
+DType weights_dtype(const AttentionWeights& w, const AttentionOptions& options) {
+  if (options.dtype) return *options.dtype;
+  const TensorView& first = w.qkv_proj ? w.qkv_proj : w.q_proj;
+  for (const TensorView* proj : {&first, &w.k_proj, &w.v_proj, &w.o_proj}) {
+    if (*proj && proj->dtype != DType::f8e4m3fn) return proj->dtype;
+  }
+  return first.dtype;
 }
 
-void check_weights(const GqaDims& d, const AttentionWeights& w, const AttentionOptions& options) {
-  const DType dtype = weights_dtype(w);
+Projection output_projection(const AttentionWeights& w) {
+  return {"o_proj", w.o_proj, w.o_proj_scale};
+}
+
+void check_weights(const GqaDims& d, const AttentionWeights& w, DType dtype,
+                   const AttentionOptions& options) {
   const std::int64_t H = d.hidden_size;
-  const Part parts[] = {{"q_proj", "q_bias", w.q_proj, w.q_bias, d.q_size()},
-                        {"k_proj", "k_bias", w.k_proj, w.k_bias, d.k_size()},
-                        {"v_proj", "v_bias", w.v_proj, w.v_bias, d.v_size()}};
+  const Part parts[] = {{{"q_proj", w.q_proj, w.q_proj_scale}, "q_bias", w.q_bias, d.q_size()},
+                        {{"k_proj", w.k_proj, w.k_proj_scale}, "k_bias", w.k_bias, d.k_size()},
+                        {{"v_proj", w.v_proj, w.v_proj_scale}, "v_bias", w.v_bias, d.v_size()}};
   FOVEA_CHECK(w.qkv_proj || w.q_proj, invalid_argument,
               "qkv_proj and q_proj are absent, but one of them must be there");
-  FOVEA_CHECK(is_compute_dtype(dtype), invalid_argument, "{} is {}, but must be f32, f16 or bf16",
-              w.qkv_proj ? "qkv_proj" : "q_proj", name_of(dtype));
+  FOVEA_CHECK(
+      dtype != DType::f8e4m3fn || options.dtype, invalid_argument,
+      "options.dtype is absent, but must be f32, f16 or bf16: all projections are f8e4m3fn");
+  FOVEA_CHECK(
+      is_compute_dtype(dtype), invalid_argument, "{} is {}, but must be f32, f16, bf16 or f8e4m3fn",
+      options.dtype ? "options.dtype" : (w.qkv_proj ? "qkv_proj" : "q_proj"), name_of(dtype));
   if (w.qkv_proj) {
-    check_shape("qkv_proj", w.qkv_proj, dtype, {d.qkv_size(), H});
+    check_projection({"qkv_proj", w.qkv_proj, w.qkv_proj_scale}, dtype, d.qkv_size(), H);
     if (w.qkv_bias) check_shape("qkv_bias", w.qkv_bias, dtype, {d.qkv_size()});
   } else {
-    FOVEA_CHECK(!w.qkv_bias, invalid_argument,
-                "qkv_bias is there, but must not be: it belongs to qkv_proj");
+    FOVEA_CHECK(!w.qkv_bias && !w.qkv_proj_scale.scale, invalid_argument,
+                "qkv_bias is there, or qkv_proj_scale, but must not be: it belongs to qkv_proj");
   }
   for (const Part& part : parts) {
     if (w.qkv_proj) {
-      FOVEA_CHECK(!part.proj && !part.bias, invalid_argument,
-                  "{} or {} is there, but must not be: qkv_proj is", part.proj_name,
-                  part.bias_name);
+      FOVEA_CHECK(!part.proj.weight && !part.bias && !part.proj.scale.scale, invalid_argument,
+                  "{} or {} is there, or {}_scale, but must not be: qkv_proj is", part.proj.name,
+                  part.bias_name, part.proj.name);
       continue;
     }
-    check_shape(part.proj_name, part.proj, dtype, {part.rows, H});
+    check_projection(part.proj, dtype, part.rows, H);
     if (part.bias) check_shape(part.bias_name, part.bias, dtype, {part.rows});
   }
   check_norms(d, w, options.qk_norm);
-  check_shape("o_proj", w.o_proj, dtype, {H, d.out_size()});
+  check_projection(output_projection(w), dtype, H, d.out_size());
   if (w.o_bias) check_shape("o_bias", w.o_bias, dtype, {H});
   if (w.sinks) check_any_dtype("sinks", w.sinks, {d.num_heads});
 }
 
-FusedQkv::FusedQkv(const GqaDims& d, const AttentionWeights& w) {
-  const DType dtype = weights_dtype(w);
+FusedQkv::FusedQkv(const GqaDims& d, const AttentionWeights& w, DType dtype) {
   const std::int64_t keys = d.q_size(), values = keys + d.k_size(), end = d.qkv_size();
-  weight = Tensor::empty(dtype, {end, d.hidden_size});
   if (w.qkv_proj) {
-    copy(w.qkv_proj, weight);
+    const Projection whole[] = {{"qkv_proj", w.qkv_proj, w.qkv_proj_scale}};
+    weight = fuse(whole, dtype);
   } else {
-    copy(w.q_proj, weight.view().slice(0, 0, keys));
-    copy(w.k_proj, weight.view().slice(0, keys, values));
-    copy(w.v_proj, weight.view().slice(0, values, end));
+    const Projection parts[] = {{"q_proj", w.q_proj, w.q_proj_scale},
+                                {"k_proj", w.k_proj, w.k_proj_scale},
+                                {"v_proj", w.v_proj, w.v_proj_scale}};
+    weight = fuse(parts, dtype);
   }
   if (!w.qkv_bias && !w.q_bias && !w.k_bias && !w.v_bias) return;
   bias = Tensor::zeros(dtype, {end});

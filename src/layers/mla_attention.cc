@@ -3,6 +3,7 @@
 
 #include "core/check.h"
 #include "fovea/mla.h"
+#include "layers/projection.h"
 #include "layers/rows.h"
 #include "layers/step.h"
 #include "ops/checks.h"
@@ -24,6 +25,13 @@ struct MlaAttention::Expanded {
 };
 
 namespace {
+
+Projection dense_kv_b(const TensorView& weight) { return {"kv_b_proj", weight, {}}; }
+
+Projection quantized_kv_b(const QuantizedWeight& weight) {
+  check_quantized_weight(weight);
+  return {"kv_b_proj", weight.codes, {weight.scale, weight.groups}};
+}
 
 constexpr float kEmptyLse = -std::numeric_limits<float>::infinity();
 
@@ -52,32 +60,55 @@ void copy_state(const OpContext& ctx, const AttentionState& from, const Attentio
 
 }  // namespace
 
-MlaAttention::MlaAttention(const MlaDims& dims, const TensorView& kv_b_proj, KvBOrder order,
-                           LinearBackend linear, MlaAbsorption absorption, const TensorView& sinks)
+MlaAttention::MlaAttention(const MlaDims& dims, const Projection& kv_b_proj, DType dtype,
+                           KvBOrder order, LinearBackend linear, MlaAbsorption absorption,
+                           const TensorView& sinks)
     : dims_(dims.validated()), order_(order) {
   if (sinks) check_any_dtype("sinks", sinks, {dims_.num_heads});
   sinks_ = sinks_in_f32(sinks);
-  const MlaUpProjections up = mla_up_projections(dims_, kv_b_proj, order);
-  kv_b_proj_ = Linear(kv_b_proj, {}, linear);
-  if (absorption == MlaAbsorption::two_step) {
-    absorb_ = BatchedLinear(up.w_uk, linear);
-    v_up_ = BatchedLinear(up.w_uv, linear);
-  }
+  mla_up_projections(dims_, kv_b_proj.weight, order);  // Says what is wrong with the shape.
+  kv_b_proj_ = make_linear(kv_b_proj, {}, dtype, linear);
+  if (absorption == MlaAbsorption::full) return;
+  const DenseWeight dense(kv_b_proj, dtype);
+  const MlaUpProjections up = mla_up_projections(dims_, dense, order);
+  absorb_ = BatchedLinear(up.w_uk, linear);
+  v_up_ = BatchedLinear(up.w_uv, linear);
 }
 
+MlaAttention::MlaAttention(const MlaDims& dims, const TensorView& kv_b_proj, KvBOrder order,
+                           LinearBackend linear, MlaAbsorption absorption, const TensorView& sinks)
+    : MlaAttention(dims, dense_kv_b(kv_b_proj), kv_b_proj.dtype, order, linear, absorption, sinks) {
+}
+
+MlaAttention::MlaAttention(const MlaDims& dims, const QuantizedWeight& kv_b_proj, DType dtype,
+                           KvBOrder order, LinearBackend linear, MlaAbsorption absorption,
+                           const TensorView& sinks)
+    : MlaAttention(dims, quantized_kv_b(kv_b_proj), dtype, order, linear, absorption, sinks) {}
+
 void MlaAttention::reload(const TensorView& kv_b_proj, KvBOrder order, const TensorView& sinks) {
-  const MlaUpProjections up = mla_up_projections(dims_, kv_b_proj, order);
+  reload(dense_kv_b(kv_b_proj), order, sinks);
+}
+
+void MlaAttention::reload(const QuantizedWeight& kv_b_proj, KvBOrder order,
+                          const TensorView& sinks) {
+  reload(quantized_kv_b(kv_b_proj), order, sinks);
+}
+
+void MlaAttention::reload(const Projection& kv_b_proj, KvBOrder order, const TensorView& sinks) {
+  mla_up_projections(dims_, kv_b_proj.weight, order);
+  check_reload(kv_b_proj, kv_b_proj_);
   FOVEA_CHECK(static_cast<bool>(sinks) == static_cast<bool>(sinks_), invalid_argument,
               "sinks are {}, but must be {} as when the layer was made", sinks ? "there" : "absent",
               sinks_ ? "there" : "absent");
-  if (sinks) {
-    check_any_dtype("sinks", sinks, {dims_.num_heads});
-    copy(sinks, sinks_);
-  }
-  kv_b_proj_.reload(kv_b_proj, {});
+  if (sinks) check_any_dtype("sinks", sinks, {dims_.num_heads});
+  fovea::reload(kv_b_proj, {}, kv_b_proj_);
+  if (sinks) copy(sinks, sinks_);
   order_ = order;
-  if (absorb_) absorb_.reload(up.w_uk);
-  if (v_up_) v_up_.reload(up.w_uv);
+  if (!absorb_) return;
+  const DenseWeight dense(kv_b_proj, dtype());
+  const MlaUpProjections up = mla_up_projections(dims_, dense, order);
+  absorb_.reload(up.w_uk);
+  v_up_.reload(up.w_uv);
 }
 
 std::int64_t MlaAttention::weight_bytes() const {

@@ -5,58 +5,12 @@
 #include "core/check.h"
 #include "fovea/mla.h"
 #include "layers/absorbed_weights.h"
+#include "layers/mla_weights.h"
 #include "layers/rows.h"
 #include "layers/step.h"
 
 namespace fovea {
 namespace {
-
-/// Throws unless every weight fits dims, all but the norms in one compute dtype.
-void check_weights(const MlaDims& d, const MlaWeights& w) {
-  const DType dtype = w.kv_a_proj.dtype;
-  FOVEA_CHECK(is_compute_dtype(dtype), invalid_argument,
-              "kv_a_proj is {}, but must be f32, f16 or bf16", to_string(w.kv_a_proj));
-  const std::int64_t N = d.num_heads, Lq = d.q_lora_rank, H = d.hidden_size;
-  const auto check_optional = [&](const char* name, const TensorView& view, std::int64_t extent) {
-    if (view) check_shape(name, view, dtype, {extent});
-  };
-  if (Lq > 0) {
-    check_shape("q_a_proj", w.q_a_proj, dtype, {Lq, H});
-    check_any_dtype("q_a_layernorm", w.q_a_layernorm, {Lq});
-    check_optional("q_a_bias", w.q_a_bias, Lq);
-  } else {
-    FOVEA_CHECK(!w.q_a_proj && !w.q_a_bias && !w.q_a_layernorm, invalid_argument,
-                "q_a_proj, q_a_bias or q_a_layernorm is there, but must not be: q_lora_rank is 0");
-  }
-  check_shape("q_b_proj", w.q_b_proj, dtype, {N * d.qk_head_dim(), Lq > 0 ? Lq : H});
-  check_shape("kv_a_proj", w.kv_a_proj, dtype, {d.latent_dim(), H});
-  check_optional("kv_a_bias", w.kv_a_bias, d.latent_dim());
-  check_any_dtype("kv_a_layernorm", w.kv_a_layernorm, {d.kv_lora_rank});
-  mla_up_projections(d, w.kv_b_proj, w.kv_b_order);
-  FOVEA_CHECK(w.kv_b_proj.dtype == dtype, invalid_argument,
-              "kv_b_proj is {}, but must be {} like kv_a_proj", to_string(w.kv_b_proj),
-              name_of(dtype));
-  check_shape("o_proj", w.o_proj, dtype, {H, N * d.v_head_dim});
-  check_optional("o_bias", w.o_bias, H);
-  if (w.sinks) check_any_dtype("sinks", w.sinks, {N});
-}
-
-/// q_a_proj and kv_a_proj read the same hidden states: one product of Lq + L + R columns.
-struct FusedA {
-  FusedA(const MlaDims& d, const MlaWeights& w) {
-    const DType dtype = w.kv_a_proj.dtype;
-    const std::int64_t Lq = d.q_lora_rank, columns = Lq + d.latent_dim();
-    weight = Tensor::empty(dtype, {columns, d.hidden_size});
-    if (Lq > 0) copy(w.q_a_proj, weight.view().slice(0, 0, Lq));
-    copy(w.kv_a_proj, weight.view().slice(0, Lq, columns));
-    if (!w.q_a_bias && !w.kv_a_bias) return;
-    bias = Tensor::zeros(dtype, {columns});
-    if (w.q_a_bias) copy(w.q_a_bias, bias.view().slice(0, 0, Lq));
-    if (w.kv_a_bias) copy(w.kv_a_bias, bias.view().slice(0, Lq, columns));
-  }
-  Tensor weight;  ///< [Lq + L + R, H]
-  Tensor bias;    ///< [Lq + L + R] or absent
-};
 
 /// The caller's thread alone.
 class SerialPool final : public ThreadPool {
@@ -114,8 +68,8 @@ struct MlaLayer::State {
   }
 
   MlaDims dims;
+  MlaOptions options;
   DType dtype;
-  float rms_norm_eps;
   std::shared_ptr<const RotaryEmbedding> rotary;
   Linear fused_a;  ///< H -> Lq + L + R
   Tensor q_a_layernorm;
@@ -130,30 +84,33 @@ struct MlaLayer::State {
 };
 
 MlaLayer::State::State(const MlaDims& dims_, const MlaWeights& w,
-                       std::shared_ptr<const RotaryEmbedding> rotary_, const MlaOptions& options)
+                       std::shared_ptr<const RotaryEmbedding> rotary_, const MlaOptions& options_)
     : dims(dims_.validated()),
-      dtype(w.kv_a_proj.dtype),
-      rms_norm_eps(options.rms_norm_eps),
+      options(options_),
+      dtype(weights_dtype(w, options)),
       rotary(std::move(rotary_)) {
-  check_weights(dims, w);
-  FOVEA_CHECK(rms_norm_eps >= 0 && std::isfinite(rms_norm_eps), invalid_argument,
-              "rms_norm_eps is {}, but must be finite and not negative", rms_norm_eps);
+  check_weights(dims, w, dtype, options);
+  FOVEA_CHECK(options.rms_norm_eps >= 0 && std::isfinite(options.rms_norm_eps), invalid_argument,
+              "rms_norm_eps is {}, but must be finite and not negative", options.rms_norm_eps);
   FOVEA_CHECK(!rotary || rotary->config().dim == dims.qk_rope_head_dim, invalid_argument,
               "rotary turns {} channels, but must turn qk_rope_head_dim = {}",
               rotary ? rotary->config().dim : 0, dims.qk_rope_head_dim);
-  const FusedA a(dims, w);
-  fused_a = Linear(a.weight, a.bias, options.linear);
+  const MlaProjections p(w);
+  const FusedA a(dims, w, dtype);
+  fused_a = make_linear(a.weight.projection, a.bias, dtype, options.linear);
   if (dims.q_lora_rank > 0) q_a_layernorm = copy_of(w.q_a_layernorm);
   kv_a_layernorm = copy_of(w.kv_a_layernorm);
-  q_b_proj = Linear(w.q_b_proj, {}, options.linear);
-  attention =
-      MlaAttention(dims, w.kv_b_proj, w.kv_b_order, options.linear, options.absorption, w.sinks);
-  o_proj = Linear(w.o_proj, w.o_bias, options.linear);
+  q_b_proj = make_linear(p.q_b, {}, dtype, options.linear);
+  attention = p.kv_b.is_quantized() ? MlaAttention(dims, p.kv_b.quantized(), dtype, w.kv_b_order,
+                                                   options.linear, options.absorption, w.sinks)
+                                    : MlaAttention(dims, w.kv_b_proj, w.kv_b_order, options.linear,
+                                                   options.absorption, w.sinks);
+  o_proj = make_linear(p.o, w.o_bias, dtype, options.linear);
   if (options.absorption == MlaAbsorption::two_step) return;
-  const MlaUpProjections up = mla_up_projections(dims, w.kv_b_proj, w.kv_b_order);
-  w_q_uk = Linear(absorb_query_projection(dims, w.q_b_proj, up.w_uk), {}, options.linear);
-  w_qr = Linear(rope_query_projection(dims, w.q_b_proj), {}, options.linear);
-  w_uv_o = Linear(absorb_output_projection(dims, w.o_proj, up.w_uv), w.o_bias, options.linear);
+  const AbsorbedWeights absorbed = absorb(dims, w, dtype, options.requantize_absorbed);
+  w_q_uk = make_linear(absorbed.w_q_uk.projection, {}, dtype, options.linear);
+  w_qr = make_linear(absorbed.w_qr.projection, {}, dtype, options.linear);
+  w_uv_o = make_linear(absorbed.w_uv_o.projection, w.o_bias, dtype, options.linear);
 }
 
 void MlaLayer::State::check(const TensorView& hidden, const TensorView& out,
@@ -216,8 +173,9 @@ std::int64_t MlaLayer::State::products_bytes(const StepRows& rows) const {
 void MlaLayer::State::norm_latents(const OpContext& ctx, const Projected& p) const {
   const TensorView q_a = p.fused_a.slice(1, 0, dims.q_lora_rank);
   const TensorView kv_c = latent_rows(p).slice(1, 0, dims.kv_lora_rank);
-  const RmsNormParams q{.x = q_a, .weight = q_a_layernorm, .out = q_a, .eps = rms_norm_eps};
-  const RmsNormParams kv{.x = kv_c, .weight = kv_a_layernorm, .out = kv_c, .eps = rms_norm_eps};
+  const RmsNormParams q{.x = q_a, .weight = q_a_layernorm, .out = q_a, .eps = options.rms_norm_eps};
+  const RmsNormParams kv{
+      .x = kv_c, .weight = kv_a_layernorm, .out = kv_c, .eps = options.rms_norm_eps};
   const std::int64_t tokens = kv_c.shape[0], threads = ctx.pool->num_threads();
   // Some microseconds: what waking another thread costs.
   constexpr std::int64_t kMinElements = 16 * 1024;
@@ -347,22 +305,27 @@ std::int64_t MlaLayer::weight_bytes() const {
 
 void MlaLayer::reload(const MlaWeights& w) {
   State& s = *state_;
-  check_weights(s.dims, w);
-  FOVEA_CHECK(w.kv_a_proj.dtype == s.dtype, invalid_argument,
-              "kv_a_proj is {}, but must be {} as when the layer was made", to_string(w.kv_a_proj),
-              name_of(s.dtype));
-  s.attention.reload(w.kv_b_proj, w.kv_b_order, w.sinks);
-  const FusedA a(s.dims, w);
-  s.fused_a.reload(a.weight, a.bias);
+  check_weights(s.dims, w, s.dtype, s.options);
+  const MlaProjections p(w);
+  const FusedA a(s.dims, w, s.dtype);
+  check_reload(a.weight.projection, s.fused_a);
+  check_reload(p.q_b, s.q_b_proj);
+  check_reload(p.o, s.o_proj);
+  if (p.kv_b.is_quantized()) {
+    s.attention.reload(p.kv_b.quantized(), w.kv_b_order, w.sinks);
+  } else {
+    s.attention.reload(w.kv_b_proj, w.kv_b_order, w.sinks);
+  }
+  fovea::reload(a.weight.projection, a.bias, s.fused_a);
   if (s.dims.q_lora_rank > 0) copy(w.q_a_layernorm, s.q_a_layernorm);
   copy(w.kv_a_layernorm, s.kv_a_layernorm);
-  s.q_b_proj.reload(w.q_b_proj, {});
-  s.o_proj.reload(w.o_proj, w.o_bias);
+  fovea::reload(p.q_b, {}, s.q_b_proj);
+  fovea::reload(p.o, w.o_bias, s.o_proj);
   if (!s.is_full()) return;
-  const MlaUpProjections up = mla_up_projections(s.dims, w.kv_b_proj, w.kv_b_order);
-  s.w_q_uk.reload(absorb_query_projection(s.dims, w.q_b_proj, up.w_uk), {});
-  s.w_qr.reload(rope_query_projection(s.dims, w.q_b_proj), {});
-  s.w_uv_o.reload(absorb_output_projection(s.dims, w.o_proj, up.w_uv), w.o_bias);
+  const AbsorbedWeights absorbed = absorb(s.dims, w, s.dtype, s.options.requantize_absorbed);
+  fovea::reload(absorbed.w_q_uk.projection, {}, s.w_q_uk);
+  fovea::reload(absorbed.w_qr.projection, {}, s.w_qr);
+  fovea::reload(absorbed.w_uv_o.projection, w.o_bias, s.w_uv_o);
 }
 
 }  // namespace fovea

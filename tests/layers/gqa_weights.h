@@ -4,11 +4,13 @@
 
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "fovea/attention.h"
 #include "fovea/oracle.h"
+#include "layers/fp8_projection.h"
 #include "support/poison.h"
 
 namespace fovea::test {
@@ -21,6 +23,8 @@ struct GqaShape {
   QkNorm qk_norm = QkNorm::none;
   bool norm_whole_width = false;
   bool sinks = false;
+  std::optional<WeightGroups> fp8 = {};  ///< Projections are FP8 in these groups, ...
+  bool dense_v = false;                  ///< ... but for v_proj.
   int adapters = 0;  ///< Even ones are fused, odd ones have q, k or v; all have o but the last.
 };
 
@@ -49,6 +53,7 @@ class GqaLayerWeights {
     views_.o_proj = add(matrix(H, dims_.out_size(), 1), twin.o_proj);
     if (shape.biases) views_.o_bias = add(make({H}, 0.3, 0), twin.o_bias);
     if (shape.sinks) views_.sinks = add(make({dims_.num_heads}, 1, 1), twin.sinks);
+    if (shape.fp8) quantize(shape);
     for (int a = 0; a < shape.adapters; ++a) make_adapter(a, a + 1 < shape.adapters);
   }
 
@@ -94,6 +99,27 @@ class GqaLayerWeights {
     }
     tensors_.push_back(std::move(qkv));
     tensors_.push_back(std::move(bias));
+  }
+
+  void quantize(const GqaShape& shape) {
+    oracle::GqaWeights& twin = twins_[0];
+    const auto replace = [&](TensorView& projection, WeightScale& scale) {
+      return fp8_.quantize(*shape.fp8, projection, scale);
+    };
+    if (shape.fused_weights) {
+      const std::vector<double> all = replace(views_.qkv_proj, views_.qkv_proj_scale);
+      auto next = all.begin();
+      for (std::vector<double>* part : {&twin.q_proj, &twin.k_proj, &twin.v_proj}) {
+        const auto end = next + static_cast<std::ptrdiff_t>(part->size());
+        part->assign(next, end);
+        next = end;
+      }
+    } else {
+      twin.q_proj = replace(views_.q_proj, views_.q_proj_scale);
+      twin.k_proj = replace(views_.k_proj, views_.k_proj_scale);
+      if (!shape.dense_v) twin.v_proj = replace(views_.v_proj, views_.v_proj_scale);
+    }
+    twin.o_proj = replace(views_.o_proj, views_.o_proj_scale);
   }
 
   /// Merged into a twin of its own: W + scale B A.
@@ -166,6 +192,7 @@ class GqaLayerWeights {
   std::vector<Tensor> tensors_;
   AttentionWeights views_;
   std::vector<oracle::GqaWeights> twins_;
+  Fp8Projections fp8_;
 };
 
 }  // namespace fovea::test

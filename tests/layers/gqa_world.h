@@ -68,7 +68,8 @@ class GqaWorld {
         layer_(dims_, weights_.views(), make_rotary(options),
                {.qk_norm = options.shape.qk_norm,
                 .rope_fusion = options.rope_fusion,
-                .linear = options.linear}),
+                .linear = options.linear,
+                .dtype = options.dtype}),
         lengths_(std::move(lengths)),
         done_(lengths_.size(), 0),
         outputs_(lengths_.size()) {

@@ -1,13 +1,17 @@
 // Dimensions and seeded weights of a test layer, and the same values for the oracle.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "fovea/mla.h"
 #include "fovea/oracle.h"
+#include "layers/fp8_projection.h"
 #include "support/poison.h"
 
 namespace fovea::test {
@@ -22,6 +26,8 @@ struct LayerShape {
   std::int64_t hidden = 48;
   bool biases = false;
   bool sinks = false;
+  std::optional<WeightGroups> fp8 = {};  ///< Projections are FP8 in these groups, ...
+  std::vector<std::string> dense = {};   ///< ... but for these. Heads of kv_b_proj come in order.
 
   MlaDims dims() const {
     return MlaDims{.hidden_size = hidden,
@@ -79,6 +85,7 @@ class LayerWeights {
     views_.kv_b_proj = kv_b;
     views_.kv_b_order = order;
     tensors_.push_back(std::move(kv_b));
+    if (shape.fp8) quantize();
   }
 
   const MlaWeights& views() const { return views_; }
@@ -108,6 +115,19 @@ class LayerWeights {
     tensors_.push_back(std::move(tensor));
     return tensors_.back();
   }
+  void quantize() {
+    const auto replace = [&](const char* name, TensorView& projection, WeightScale& scale,
+                             std::vector<double>& twin) {
+      const auto& dense = shape_.dense;
+      if (!projection || std::find(dense.begin(), dense.end(), name) != dense.end()) return;
+      twin = fp8_.quantize(*shape_.fp8, projection, scale);
+    };
+    replace("q_a_proj", views_.q_a_proj, views_.q_a_proj_scale, oracle_.q_a_proj);
+    replace("q_b_proj", views_.q_b_proj, views_.q_b_proj_scale, oracle_.q_b_proj);
+    replace("kv_a_proj", views_.kv_a_proj, views_.kv_a_proj_scale, oracle_.kv_a_proj);
+    replace("kv_b_proj", views_.kv_b_proj, views_.kv_b_proj_scale, oracle_.kv_b_proj);
+    replace("o_proj", views_.o_proj, views_.o_proj_scale, oracle_.o_proj);
+  }
   /// All heads' keys, then all heads' values.
   Tensor grouped(const Tensor& per_head) const {
     const std::int64_t N = shape_.heads, P = shape_.nope, V = shape_.value;
@@ -129,6 +149,7 @@ class LayerWeights {
   MlaWeights views_;
   oracle::MlaWeights oracle_;
   std::vector<double> sinks_;
+  Fp8Projections fp8_;
 };
 
 }  // namespace fovea::test

@@ -126,9 +126,14 @@ TEST(AbsorbedWeights, AreProductsOfTheirParts) {
   test::fill_normal(kv_b, 2);
   test::fill_normal(o_proj, 3);
   const MlaUpProjections up = mla_up_projections(dims, kv_b, KvBOrder::per_head);
-  const Tensor w_q_uk = absorb_query_projection(dims, q_b, up.w_uk);
-  const Tensor w_qr = rope_query_projection(dims, q_b);
-  const Tensor w_uv_o = absorb_output_projection(dims, o_proj, up.w_uv);
+  MlaWeights weights;
+  weights.q_b_proj = q_b;
+  weights.kv_b_proj = kv_b;
+  weights.o_proj = o_proj;
+  const AbsorbedWeights absorbed = absorb(dims, weights, DType::f32, false);
+  const TensorView &w_q_uk = absorbed.w_q_uk.projection.weight,
+                   &w_qr = absorbed.w_qr.projection.weight,
+                   &w_uv_o = absorbed.w_uv_o.projection.weight;
   for (std::int64_t n = 0; n < 2; ++n) {
     for (std::int64_t x = 0; x < 5; ++x) {
       for (std::int64_t l = 0; l < 3; ++l) {

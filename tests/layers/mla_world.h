@@ -33,6 +33,8 @@ struct WorldOptions {
   KvBOrder order = KvBOrder::per_head;
   MlaAbsorption absorption = MlaAbsorption::two_step;
   LinearBackend linear = LinearBackend::automatic;
+  bool requantize_absorbed = false;
+  double output_limit = 0;  ///< Of the row norm; 0: relative_limit() of dtype.
   std::string backend = "auto";
   AttentionVariant variant = {};
   std::int64_t block_size = 16;
@@ -76,7 +78,9 @@ class World {
         rotary_(make_rotary(options)),
         runtime_({.backend = options.backend, .num_threads = options.threads}),
         layer_(dims_of(options), weights_.views(), rotary_,
-               {.absorption = options.absorption, .linear = options.linear}),
+               {.absorption = options.absorption,
+                .linear = options.linear,
+                .requantize_absorbed = options.requantize_absorbed}),
         lengths_(std::move(lengths)),
         done_(lengths_.size(), 0),
         outputs_(lengths_.size()) {
@@ -86,6 +90,7 @@ class World {
   }
 
   const MlaLayer& layer() const { return layer_; }
+  MlaLayer& layer() { return layer_; }
   LayerWeights& weights() { return weights_; }
   const PagedKvCache& cache() const { return cache_; }
   const OpContext& context() const { return runtime_.context(); }
@@ -353,7 +358,9 @@ class World {
               : test::mla_layer_by_rules(weights_.oracle(),
                                          {options_.variant, weights_.sinks(), extend.tree}, hidden,
                                          positions, rows);
-    EXPECT_TRUE(rows_close(expected, out, {relative_limit(options_.dtype), 0}))
+    const double limit =
+        options_.output_limit > 0 ? options_.output_limit : relative_limit(options_.dtype);
+    EXPECT_TRUE(rows_close(expected, out, {limit, 0}))
         << "sequence " << i << ", tokens [" << begin << ", " << end << ")";
     const std::vector<double> values = to_doubles(out);
     outputs_[i].insert(outputs_[i].end(), values.begin(), values.end());
