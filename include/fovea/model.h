@@ -19,6 +19,22 @@ struct KvGroupConfig {
   RopeConfig rope;  ///< dim 0: nothing turns.
 };
 
+/// Who wrote a checkpoint's FP8 projections: which name their scales have.
+enum class WeightQuantMethod : std::uint8_t {
+  none,
+  fp8,                 ///< weight_scale_inv of blocks (DeepSeek-V3), weight_scale of a tensor.
+  compressed_tensors,  ///< weight_scale of a tensor or of output channels.
+};
+
+/// FP8 projections of a checkpoint, as its quantization_config says. Those that it stores in
+/// another dtype are not quantised. Only weights are: activations stay in the compute dtype.
+struct WeightQuantization {
+  WeightQuantMethod method = WeightQuantMethod::none;
+  WeightGroups weights;
+  /// Of [tokens, in_features]: how products in FP8 would quantise their input. Not used here.
+  WeightGroups activations;
+};
+
 /// What attention needs to know of a config.json.
 struct ModelConfig {
   /// "deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3", "glm4_moe_lite"; "gpt_oss", "llama",
@@ -45,7 +61,8 @@ struct ModelConfig {
   bool norm_weights_minus_one = false;
   std::int64_t vocab_size = 0;
   std::int64_t max_position = 0;  ///< Of the trained model; a rope.max_position is its table's.
-  DType dtype = DType::bf16;      ///< Of the checkpoint.
+  DType dtype = DType::bf16;      ///< Of the checkpoint, but for FP8 projections.
+  WeightQuantization quantization;
 
   bool is_mla() const { return mla.num_heads > 0; }
 };
@@ -68,11 +85,13 @@ class Model {
  public:
   struct Options {
     std::int64_t num_layers = -1;  ///< The first so many; -1: all of the checkpoint, 1 of a preset.
-    DType dtype = DType::bf16;     ///< Weights are converted to it, once, with rounding.
-    std::uint64_t seed = 0;        ///< Of a preset's weights.
+    /// Weights are converted to it, once, with rounding. FP8 projections stay as they are.
+    DType dtype = DType::bf16;
+    std::uint64_t seed = 0;  ///< Of a preset's weights.
     /// Positions that will be served, and so the length of the cos/sin table; 0: the config's.
     std::int64_t max_position = 0;
     MlaAbsorption absorption = MlaAbsorption::two_step;
+    bool requantize_absorbed = false;  ///< As MlaOptions'.
     LinearBackend linear = LinearBackend::automatic;
   };
   /// A preset's name, or a directory with config.json and model.safetensors or its sharded index.
@@ -90,8 +109,8 @@ class Model {
   DType dtype() const;
   std::int64_t num_layers() const;
   const DecoderLayer& layer(std::int64_t index) const;
-  /// A layer's weights in dtype(), as the layer was made from them; for verification. The kind that
-  /// the config says.
+  /// A layer's weights in dtype() or FP8, as the layer was made from them; for verification. The
+  /// kind that the config says.
   const MlaWeights& mla_weights(std::int64_t index) const;
   const AttentionWeights& gqa_weights(std::int64_t index) const;
   std::int64_t weight_bytes() const;

@@ -17,8 +17,11 @@ oracle::Format oracle_format(DType dtype) {
       return oracle::Format::f16;
     case DType::bf16:
       return oracle::Format::bf16;
+    case DType::f8e4m3fn:
+      return oracle::Format::f8e4m3fn;
     default:
-      fail(ErrorCode::unsupported, "the oracle decodes f32, f16 and bf16, not {}", name_of(dtype));
+      fail(ErrorCode::unsupported, "the oracle decodes f32, f16, bf16 and f8e4m3fn, not {}",
+           name_of(dtype));
   }
 }
 
@@ -109,6 +112,22 @@ std::vector<double> to_doubles(const TensorView& view) {
   return values;
 }
 
+std::vector<double> to_doubles(const TensorView& projection, const WeightScale& scale) {
+  std::vector<double> values = to_doubles(projection);
+  if (!scale.scale) return values;
+  const std::vector<double> scales = to_doubles(scale.scale);
+  const std::int64_t rows = projection.shape[0], columns = projection.shape[1];
+  const std::int64_t group_rows = scale.groups.out > 0 ? scale.groups.out : rows;
+  const std::int64_t group_columns = scale.groups.in > 0 ? scale.groups.in : columns;
+  for (std::int64_t i = 0; i < rows; ++i) {
+    for (std::int64_t j = 0; j < columns; ++j) {
+      const std::int64_t group = i / group_rows * scale.scale.shape[1] + j / group_columns;
+      values[static_cast<std::size_t>(i * columns + j)] *= scales[static_cast<std::size_t>(group)];
+    }
+  }
+  return values;
+}
+
 double relative_error(std::span<const double> expected, std::span<const double> got) {
   double norm = 0, error = 0;
   for (std::size_t i = 0; i < expected.size(); ++i) {
@@ -138,15 +157,15 @@ oracle::MlaWeights oracle_mla_weights(const Model& model, std::int64_t layer) {
   weights.v_head_dim = dims.v_head_dim;
   weights.sm_scale = oracle_sm_scale(dims, group.rope);
   weights.rms_norm_eps = model.config().latent_norm_eps;
-  weights.q_a_proj = to_doubles(source.q_a_proj);
+  weights.q_a_proj = to_doubles(source.q_a_proj, source.q_a_proj_scale);
   weights.q_a_bias = to_doubles(source.q_a_bias);
   weights.q_a_layernorm = to_doubles(source.q_a_layernorm);
-  weights.q_b_proj = to_doubles(source.q_b_proj);
-  weights.kv_a_proj = to_doubles(source.kv_a_proj);
+  weights.q_b_proj = to_doubles(source.q_b_proj, source.q_b_proj_scale);
+  weights.kv_a_proj = to_doubles(source.kv_a_proj, source.kv_a_proj_scale);
   weights.kv_a_bias = to_doubles(source.kv_a_bias);
   weights.kv_a_layernorm = to_doubles(source.kv_a_layernorm);
-  weights.kv_b_proj = to_doubles(source.kv_b_proj);
-  weights.o_proj = to_doubles(source.o_proj);
+  weights.kv_b_proj = to_doubles(source.kv_b_proj, source.kv_b_proj_scale);
+  weights.o_proj = to_doubles(source.o_proj, source.o_proj_scale);
   weights.o_bias = to_doubles(source.o_bias);
   weights.rotary = oracle_rotary(group.rope);
   return weights;
@@ -163,17 +182,17 @@ oracle::GqaWeights oracle_gqa_weights(const Model& model, std::int64_t layer) {
   weights.head_dim = dims.head_dim;
   weights.v_head_dim = dims.v_head_dim;
   weights.sm_scale = oracle_sm_scale(dims);
-  weights.q_proj = to_doubles(source.q_proj);
+  weights.q_proj = to_doubles(source.q_proj, source.q_proj_scale);
   weights.q_bias = to_doubles(source.q_bias);
-  weights.k_proj = to_doubles(source.k_proj);
+  weights.k_proj = to_doubles(source.k_proj, source.k_proj_scale);
   weights.k_bias = to_doubles(source.k_bias);
-  weights.v_proj = to_doubles(source.v_proj);
+  weights.v_proj = to_doubles(source.v_proj, source.v_proj_scale);
   weights.v_bias = to_doubles(source.v_bias);
   weights.q_norm = to_doubles(source.q_norm);
   weights.k_norm = to_doubles(source.k_norm);
   weights.norm_after_rope = model.config().qk_norm == QkNorm::post_rope;
   weights.rms_norm_eps = model.config().rms_norm_eps;
-  weights.o_proj = to_doubles(source.o_proj);
+  weights.o_proj = to_doubles(source.o_proj, source.o_proj_scale);
   weights.o_bias = to_doubles(source.o_bias);
   weights.sinks = to_doubles(source.sinks);
   weights.rotary = oracle_rotary(group.rope);

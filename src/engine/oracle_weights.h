@@ -13,6 +13,8 @@ namespace fovea::engine {
 
 /// Elements of a view of rank 1 or 2 with unit innermost stride, decoded by the oracle itself.
 std::vector<double> to_doubles(const TensorView& view);
+/// The same of a projection, times its scales where it is FP8.
+std::vector<double> to_doubles(const TensorView& projection, const WeightScale& scale);
 
 /// |got - expected| / |expected| of a row; infinite when anything is NaN or nothing was expected.
 double relative_error(std::span<const double> expected, std::span<const double> got);

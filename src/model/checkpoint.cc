@@ -68,7 +68,8 @@ std::vector<std::string_view> Checkpoint::names_below(std::string_view prefix) c
   return names;
 }
 
-TensorView Checkpoint::tensor(const std::string& name, std::initializer_list<std::int64_t> shape) {
+std::pair<const SafetensorsFile&, const SafetensorsEntry&> Checkpoint::entry(
+    const std::string& name) {
   const auto at = lower_bound(name);
   FOVEA_CHECK(at != locations_.end() && at->name == name, corrupt_file, "{}: has no tensor {}",
               listing_path_, printable(name));
@@ -76,11 +77,25 @@ TensorView Checkpoint::tensor(const std::string& name, std::initializer_list<std
   const SafetensorsEntry* entry = file.find(name);
   FOVEA_CHECK(entry != nullptr, corrupt_file, "{}: has no tensor {}, though {} says so",
               file.path(), printable(name), listing_path_);
-  FOVEA_CHECK(std::equal(shape.begin(), shape.end(), entry->shape.begin(), entry->shape.end()),
+  return {file, *entry};
+}
+
+TensorView Checkpoint::tensor(const std::string& name, std::initializer_list<std::int64_t> shape) {
+  const auto [file, entry] = this->entry(name);
+  FOVEA_CHECK(std::equal(shape.begin(), shape.end(), entry.shape.begin(), entry.shape.end()),
               corrupt_file, "{}: tensor {} has the shape {}, but config.json makes it {}",
-              file.path(), printable(name), shape_text(entry->shape),
+              file.path(), printable(name), shape_text(entry.shape),
               shape_text({shape.begin(), shape.size()}));
-  return file.view(*entry);
+  return file.view(entry);
+}
+
+TensorView Checkpoint::one_element(const std::string& name) {
+  const auto [file, entry] = this->entry(name);
+  FOVEA_CHECK(entry.shape.empty() || (entry.shape.size() == 1 && entry.shape[0] == 1), corrupt_file,
+              "{}: tensor {} has the shape {}, but config.json makes it [1] or []", file.path(),
+              printable(name), shape_text(entry.shape));
+  const TensorView view = file.view(entry);
+  return TensorView::contiguous(view.data, view.dtype, {1, 1});
 }
 
 namespace {
@@ -94,14 +109,39 @@ bool is_cache_scale(std::string_view name) {
 /// Reads one layer's tensors and remembers which it read.
 class LayerReader {
  public:
-  LayerReader(Checkpoint& checkpoint, std::string prefix)
-      : checkpoint_(checkpoint), prefix_(std::move(prefix)) {}
+  LayerReader(Checkpoint& checkpoint, std::string prefix, const WeightQuantization& quantization)
+      : checkpoint_(checkpoint), prefix_(std::move(prefix)), quantization_(quantization) {}
 
   TensorView operator()(std::string_view suffix, std::initializer_list<std::int64_t> shape) {
     const std::string name = prefix_ + std::string(suffix);
-    if (!checkpoint_.has(name)) refuse_quantised(name);
-    read_.push_back(name);
-    return checkpoint_.tensor(name, shape);
+    const TensorView view = read(name, shape);
+    check_dense(name, view);
+    return view;
+  }
+
+  /// `stem`.weight [out, in] and, where it is FP8, its scale.
+  TensorView projection(std::string_view stem, std::int64_t out, std::int64_t in,
+                        WeightScale& scale) {
+    const std::string name = prefix_ + std::string(stem) + ".weight";
+    const TensorView weight = read(name, {out, in});
+    if (weight.dtype != DType::f8e4m3fn) return weight;
+    FOVEA_CHECK(quantization_.method != WeightQuantMethod::none, unsupported,
+                "{}: tensor {} is F8_E4M3, but config.json has no quantization_config that says "
+                "how it is scaled",
+                checkpoint_.listing_path(), printable(name));
+    scale.groups = quantization_.weights;
+    const auto [rows, columns] = scale.groups;
+    const bool of_blocks = quantization_.method == WeightQuantMethod::fp8 && rows > 0;
+    const std::string scale_name = name + (of_blocks ? "_scale_inv" : "_scale");
+    if (rows == 0) {
+      read_.push_back(scale_name);
+      scale.scale = checkpoint_.one_element(scale_name);
+    } else {
+      const std::int64_t width = columns > 0 ? columns : in;
+      scale.scale = read(scale_name, {(out + rows - 1) / rows, (in + width - 1) / width});
+    }
+    check_dense(scale_name, scale.scale);
+    return weight;
   }
 
   /// What the model's formula does not hold must not go unnoticed.
@@ -110,10 +150,13 @@ class LayerReader {
       if (std::find(read_.begin(), read_.end(), name) != read_.end()) continue;
       // Frequencies that old checkpoints stored; config.json gives the same.
       if (name.ends_with(".rotary_emb.inv_freq") || is_cache_scale(name)) continue;
+      // Of products in FP8; activations are not quantised here.
+      const bool quantized = quantization_.method != WeightQuantMethod::none;
+      if (quantized && name.ends_with(".input_scale")) continue;
       const bool scale = name.find("scale") != std::string_view::npos;
       FOVEA_CHECK(!scale, unsupported,
-                  "{}: tensor {} belongs to quantised weights, which are not read yet; convert the "
-                  "checkpoint to bf16",
+                  "{}: tensor {} belongs to a quantised weight, but the weight is not, or not as "
+                  "config.json says",
                   checkpoint_.listing_path(), printable(name));
       fail(ErrorCode::unsupported,
            "{}: tensor {} has no place in the attention that config.json describes",
@@ -122,6 +165,18 @@ class LayerReader {
   }
 
  private:
+  TensorView read(const std::string& name, std::initializer_list<std::int64_t> shape) {
+    if (!checkpoint_.has(name)) refuse_quantised(name);
+    read_.push_back(name);
+    return checkpoint_.tensor(name, shape);
+  }
+
+  void check_dense(const std::string& name, const TensorView& view) const {
+    FOVEA_CHECK(is_compute_dtype(view.dtype), unsupported,
+                "{}: tensor {} is F8_E4M3, but must be F32, F16 or BF16",
+                checkpoint_.listing_path(), printable(name));
+  }
+
   /// A `weight` that is missing because something else stands for it deserves that reason.
   void refuse_quantised(const std::string& name) const {
     constexpr std::string_view kWeight = ".weight";
@@ -129,14 +184,14 @@ class LayerReader {
     const std::string stem = name.substr(0, name.size() - kWeight.size());
     for (const char* other : {".qweight", ".weight_packed", ".weight_scale_inv", ".weight_scale"}) {
       FOVEA_CHECK(!checkpoint_.has(stem + other), unsupported,
-                  "{}: instead of {} there is {}: quantised weights are not read yet; convert the "
-                  "checkpoint to bf16",
+                  "{}: instead of {} there is {}: quantised weights are read from F8_E4M3 alone",
                   checkpoint_.listing_path(), printable(name), printable(stem + other));
     }
   }
 
   Checkpoint& checkpoint_;
   std::string prefix_;
+  const WeightQuantization& quantization_;
   std::vector<std::string> read_;
 };
 
@@ -155,18 +210,22 @@ MlaWeights read_mla(LayerReader& read, const ModelConfig& config) {
   const std::int64_t q_width = d.num_heads * d.qk_head_dim();
   MlaWeights w;
   if (d.q_lora_rank > 0) {
-    w.q_a_proj = read("self_attn.q_a_proj.weight", {d.q_lora_rank, d.hidden_size});
+    w.q_a_proj =
+        read.projection("self_attn.q_a_proj", d.q_lora_rank, d.hidden_size, w.q_a_proj_scale);
     w.q_a_layernorm = read("self_attn.q_a_layernorm.weight", {d.q_lora_rank});
-    w.q_b_proj = read("self_attn.q_b_proj.weight", {q_width, d.q_lora_rank});
+    w.q_b_proj = read.projection("self_attn.q_b_proj", q_width, d.q_lora_rank, w.q_b_proj_scale);
     if (config.attention_bias) w.q_a_bias = read("self_attn.q_a_proj.bias", {d.q_lora_rank});
   } else {
-    w.q_b_proj = read("self_attn.q_proj.weight", {q_width, d.hidden_size});
+    w.q_b_proj = read.projection("self_attn.q_proj", q_width, d.hidden_size, w.q_b_proj_scale);
   }
-  w.kv_a_proj = read("self_attn.kv_a_proj_with_mqa.weight", {d.latent_dim(), d.hidden_size});
+  w.kv_a_proj = read.projection("self_attn.kv_a_proj_with_mqa", d.latent_dim(), d.hidden_size,
+                                w.kv_a_proj_scale);
   w.kv_a_layernorm = read("self_attn.kv_a_layernorm.weight", {d.kv_lora_rank});
-  w.kv_b_proj = read("self_attn.kv_b_proj.weight",
-                     {d.num_heads * (d.qk_nope_head_dim + d.v_head_dim), d.kv_lora_rank});
-  w.o_proj = read("self_attn.o_proj.weight", {d.hidden_size, d.num_heads * d.v_head_dim});
+  w.kv_b_proj =
+      read.projection("self_attn.kv_b_proj", d.num_heads * (d.qk_nope_head_dim + d.v_head_dim),
+                      d.kv_lora_rank, w.kv_b_proj_scale);
+  w.o_proj = read.projection("self_attn.o_proj", d.hidden_size, d.num_heads * d.v_head_dim,
+                             w.o_proj_scale);
   if (config.attention_bias) {
     w.kv_a_bias = read("self_attn.kv_a_proj_with_mqa.bias", {d.latent_dim()});
   }
@@ -177,10 +236,10 @@ MlaWeights read_mla(LayerReader& read, const ModelConfig& config) {
 AttentionWeights read_gqa(LayerReader& read, const ModelConfig& config) {
   const GqaDims& d = config.gqa;
   AttentionWeights w;
-  w.q_proj = read("self_attn.q_proj.weight", {d.q_size(), d.hidden_size});
-  w.k_proj = read("self_attn.k_proj.weight", {d.k_size(), d.hidden_size});
-  w.v_proj = read("self_attn.v_proj.weight", {d.v_size(), d.hidden_size});
-  w.o_proj = read("self_attn.o_proj.weight", {d.hidden_size, d.out_size()});
+  w.q_proj = read.projection("self_attn.q_proj", d.q_size(), d.hidden_size, w.q_proj_scale);
+  w.k_proj = read.projection("self_attn.k_proj", d.k_size(), d.hidden_size, w.k_proj_scale);
+  w.v_proj = read.projection("self_attn.v_proj", d.v_size(), d.hidden_size, w.v_proj_scale);
+  w.o_proj = read.projection("self_attn.o_proj", d.hidden_size, d.out_size(), w.o_proj_scale);
   if (config.attention_bias) {
     w.q_bias = read("self_attn.q_proj.bias", {d.q_size()});
     w.k_bias = read("self_attn.k_proj.bias", {d.k_size()});
@@ -198,7 +257,7 @@ AttentionWeights read_gqa(LayerReader& read, const ModelConfig& config) {
 }  // namespace
 
 LayerTensors read_layer(Checkpoint& checkpoint, const ModelConfig& config, std::int64_t layer) {
-  LayerReader read(checkpoint, layer_prefix(checkpoint, layer));
+  LayerReader read(checkpoint, layer_prefix(checkpoint, layer), config.quantization);
   LayerTensors result;
   result.input_layernorm = read("input_layernorm.weight", {config.hidden_size});
   if (config.post_attention_norm) {

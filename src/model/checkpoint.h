@@ -29,6 +29,8 @@ class Checkpoint {
   std::vector<std::string_view> names_below(std::string_view prefix) const;
   /// Throws Error that names file and tensor when it is missing, or has another shape or dtype.
   TensorView tensor(const std::string& name, std::initializer_list<std::int64_t> shape);
+  /// A tensor of one element, [1] or a scalar, as [1, 1].
+  TensorView one_element(const std::string& name);
 
  private:
   struct Location {
@@ -37,6 +39,7 @@ class Checkpoint {
   };
   std::vector<Location>::const_iterator lower_bound(std::string_view name) const;
   const SafetensorsFile& open(const std::string& file);
+  std::pair<const SafetensorsFile&, const SafetensorsEntry&> entry(const std::string& name);
 
   std::string directory_;
   std::string listing_path_;

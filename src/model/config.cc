@@ -10,6 +10,7 @@
 #include "model/architectures.h"
 #include "model/config_fields.h"
 #include "model/json_events.h"
+#include "model/quantization.h"
 #include "model/rope_fields.h"
 
 namespace fovea {
@@ -45,16 +46,10 @@ bool spares_attention(const ConfigFields& quantisation) {
   return quantisation.has(kKey) && is_one_of("model.layers.*.self_attn", quantisation.texts(kKey));
 }
 
-void refuse_quantised_attention(const ConfigFields& fields) {
-  if (!fields.has("quantization_config")) return;
-  const ConfigFields quantisation = fields.child("quantization_config");
-  if (spares_attention(quantisation)) return;
-  const std::string method =
-      quantisation.has("quant_method") ? quantisation.text("quant_method") : "unknown";
-  fail(ErrorCode::unsupported,
-       "{}: field quantization_config (quant_method {}): quantised weights, block-scaled FP8 "
-       "among them, are not read yet; convert the checkpoint to bf16",
-       fields.file(), printable(method));
+WeightQuantization parse_quantization(const ConfigFields& fields) {
+  constexpr const char* kKey = "quantization_config";
+  if (!fields.has(kKey) || spares_attention(fields.child(kKey))) return {};
+  return parse_weight_quantization(fields.child(kKey));
 }
 
 bool has_dtype(const ConfigFields& fields) {
@@ -76,8 +71,6 @@ DType parse_checkpoint_dtype(const ConfigFields& fields) {
 /// `outer` and `fields` are the same but for a nested language model.
 ModelConfig parse_fields(const ConfigFields& outer, const ConfigFields& fields,
                          const std::string& model_type) {
-  refuse_quantised_attention(outer);
-  refuse_quantised_attention(fields);
   // Of these every model type here has the same, or none.
   fields.refuse({"compression_config", "attention_chunk_size", "use_qk_norm", "qk_layernorm",
                  "index_topk", "index_n_heads", "dual_chunk_attention_config", "use_mrope",
@@ -89,6 +82,7 @@ ModelConfig parse_fields(const ConfigFields& outer, const ConfigFields& fields,
   config.num_layers = fields.integer("num_hidden_layers", 1, kMaxLayers);
   config.hidden_size = fields.dim("hidden_size");
   config.dtype = parse_checkpoint_dtype(has_dtype(fields) ? fields : outer);
+  config.quantization = parse_quantization(fields.has("quantization_config") ? fields : outer);
   is_one_of(model_type, mla_model_types()) ? parse_mla(fields, config) : parse_gqa(fields, config);
   return config;
 }

@@ -100,6 +100,14 @@ ConfigFields ConfigFields::child(const char* key) const {
   return ConfigFields(value, file_, name_of(key) + ".");
 }
 
+std::vector<std::string> ConfigFields::keys() const {
+  std::vector<std::string> result;
+  for (const auto& [key, value] : object_.items()) {
+    if (!value.is_null()) result.push_back(key);
+  }
+  return result;
+}
+
 void ConfigFields::refuse(std::initializer_list<const char*> keys) const {
   for (const char* key : keys) {
     FOVEA_CHECK(!has(key) || *object_.find(key) == false, unsupported,

@@ -40,6 +40,8 @@ class ConfigFields {
   std::vector<double> numbers(const char* key, std::size_t count, double least) const;
   std::vector<std::string> texts(const char* key) const;
   ConfigFields child(const char* key) const;
+  /// Of the fields that are not null.
+  std::vector<std::string> keys() const;
 
   /// Throws Error(unsupported) unless each of these is absent or false.
   void refuse(std::initializer_list<const char*> keys) const;

@@ -68,10 +68,15 @@ LayerMemory convert_layer(const LayerTensors& layer, DType dtype, NormWeights no
     if (!is_aligned(view)) own(aligned_copy(view));
     if (norms == NormWeights::plus_one && is_norm(result.tensors, view)) {
       own(plus_one(view, dtype));
-    } else if (view.dtype != dtype) {
+    } else if (view.dtype != dtype && view.dtype != DType::f8e4m3fn) {
       own(converted(view, dtype, pool));
     }
     if (owned) result.memory.push_back(std::move(owned));
+  });
+  for_each_scale(result.tensors, [&](TensorView& view) {
+    if (is_aligned(view)) return;
+    result.memory.push_back(aligned_copy(view));
+    view = result.memory.back();
   });
   return result;
 }

@@ -49,7 +49,20 @@ void for_each_tensor(LayerTensors& layer, Fn&& fn) {
   }
 }
 
-/// Tensors of one dtype, aligned; `memory` holds those that are no mapping's.
+/// Calls fn(TensorView&) for each scale that is there.
+template <class Fn>
+void for_each_scale(LayerTensors& layer, Fn&& fn) {
+  MlaWeights& m = layer.mla;
+  AttentionWeights& g = layer.gqa;
+  for (WeightScale* scale :
+       {&m.q_a_proj_scale, &m.q_b_proj_scale, &m.kv_a_proj_scale, &m.kv_b_proj_scale,
+        &m.o_proj_scale, &g.q_proj_scale, &g.k_proj_scale, &g.v_proj_scale, &g.o_proj_scale}) {
+    if (scale->scale) fn(scale->scale);
+  }
+}
+
+/// Tensors of one dtype, aligned, and FP8 ones with their scales as stored; `memory` holds those
+/// that are no mapping's.
 struct LayerMemory {
   LayerTensors tensors;
   std::vector<Tensor> memory;
@@ -61,8 +74,8 @@ enum class NormWeights {
   plus_one,  ///< Stored as w - 1.
 };
 
-/// Keeps what already has `dtype` and its alignment where it is, and converts the rest, rounding to
-/// nearest even.
+/// Keeps what already has `dtype` and its alignment where it is, as well as what is FP8, and
+/// converts the rest, rounding to nearest even.
 LayerMemory convert_layer(const LayerTensors& layer, DType dtype, NormWeights norms,
                           ThreadPool& pool);
 

@@ -61,8 +61,10 @@ const PresetInfo* find_preset(const std::string& name) {
        "model {} is neither a directory with a config.json nor one of {}", name, known);
 }
 
-DType matrix_dtype(const ModelConfig& config, const LayerTensors& tensors) {
-  return config.is_mla() ? tensors.mla.kv_b_proj.dtype : tensors.gqa.o_proj.dtype;
+/// What the first layer's matrices are stored in, or config.json's word where they are FP8.
+DType checkpoint_dtype(const ModelConfig& config, const LayerTensors& tensors) {
+  const DType stored = config.is_mla() ? tensors.mla.kv_b_proj.dtype : tensors.gqa.o_proj.dtype;
+  return is_compute_dtype(stored) ? stored : config.dtype;
 }
 
 std::int64_t layer_count(const ModelConfig& config, std::int64_t asked,
@@ -107,11 +109,15 @@ DecoderLayer make_layer(const ModelConfig& config, std::size_t index, const Laye
       return MlaLayer(config.mla, tensors.mla, rotary,
                       {.absorption = options.absorption,
                        .rms_norm_eps = config.latent_norm_eps,
-                       .linear = options.linear});
+                       .linear = options.linear,
+                       .dtype = options.dtype,
+                       .requantize_absorbed = options.requantize_absorbed});
     }
-    return AttentionLayer(
-        config.gqa, tensors.gqa, rotary,
-        {.qk_norm = config.qk_norm, .rms_norm_eps = config.rms_norm_eps, .linear = options.linear});
+    return AttentionLayer(config.gqa, tensors.gqa, rotary,
+                          {.qk_norm = config.qk_norm,
+                           .rms_norm_eps = config.rms_norm_eps,
+                           .linear = options.linear,
+                           .dtype = options.dtype});
   };
   return {copy_of(tensors.input_layernorm), attention(), copy_of(tensors.post_attention_layernorm),
           group};
@@ -151,7 +157,7 @@ Model Model::load(const std::string& name_or_directory, const Options& options) 
   for (std::int64_t i = 0; i < num_layers; ++i) {
     if (state.checkpoint) {
       const LayerTensors tensors = read_layer(*state.checkpoint, state.config, i);
-      if (i == 0) state.config.dtype = matrix_dtype(state.config, tensors);
+      if (i == 0) state.config.dtype = checkpoint_dtype(state.config, tensors);
       const NormWeights norms =
           state.config.norm_weights_minus_one ? NormWeights::plus_one : NormWeights::as_stored;
       state.memory.push_back(convert_layer(tensors, options.dtype, norms, *pool));

@@ -267,14 +267,11 @@ TensorView SafetensorsFile::view(const SafetensorsEntry& entry) const {
     dtype = DType::f16;
   } else if (entry.dtype == "BF16") {
     dtype = DType::bf16;
+  } else if (entry.dtype == "F8_E4M3") {
+    dtype = DType::f8e4m3fn;
   } else {
-    FOVEA_CHECK(
-        !entry.dtype.starts_with("F8_"), unsupported,
-        "{}: tensor {} has dtype {}: block-scaled FP8 weights are not read yet; convert the "
-        "checkpoint to bf16",
-        path(), printable(entry.name), printable(entry.dtype));
     FOVEA_CHECK(entry.dtype == "F32", unsupported,
-                "{}: tensor {} has dtype {}, but must be F32, F16 or BF16", path(),
+                "{}: tensor {} has dtype {}, but must be F32, F16, BF16 or F8_E4M3", path(),
                 printable(entry.name), printable(entry.dtype));
   }
   FOVEA_CHECK(entry.shape.size() <= static_cast<std::size_t>(kMaxRank), unsupported,

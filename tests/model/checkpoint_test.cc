@@ -132,7 +132,7 @@ TEST(Checkpoint, QuantisedWeightsAreRefusedWithTheReason) {
                 t[kAttention + "kv_b_proj.weight"] = {"F8_E4M3", {14, 8}, std::string(112, '\0')};
                 t[kAttention + "kv_b_proj.weight_scale_inv"] = float_tensor({1, 1});
               }),
-      {"kv_b_proj.weight", "F8_E4M3", "FP8"}));
+      {"kv_b_proj.weight", "F8_E4M3", "quantization_config"}));
   EXPECT_TRUE(
       mentions(refused(ErrorCode::unsupported,
                        [](FileTensors& t) {

@@ -236,10 +236,8 @@ TEST(ModelConfig, WhatIsNotSupportedIsRefusedByName) {
     return refused(ErrorCode::unsupported, [&](json& c) { c[key] = value; });
   };
   EXPECT_TRUE(mentions(unsupported("model_type", "mamba"), {"model_type", "mamba", "kimi_k2"}));
-  EXPECT_TRUE(mentions(
-      unsupported("quantization_config",
-                  {{"quant_method", "fp8"}, {"fmt", "e4m3"}, {"weight_block_size", {128, 128}}}),
-      {"quantization_config", "fp8", "block-scaled FP8"}));
+  EXPECT_TRUE(mentions(unsupported("quantization_config", {{"quant_method", "awq"}}),
+                       {"quantization_config.quant_method", "awq", "compressed-tensors"}));
   EXPECT_TRUE(mentions(unsupported("torch_dtype", "float8_e4m3fn"), {"torch_dtype"}));
   EXPECT_TRUE(mentions(unsupported("num_key_value_heads", 1), {"num_key_value_heads is 1"}));
   EXPECT_TRUE(mentions(unsupported("sliding_window", 4096), {"sliding_window"}));

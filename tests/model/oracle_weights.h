@@ -6,6 +6,7 @@
 
 #include "fovea/model.h"
 #include "fovea/oracle.h"
+#include "layers/fp8_projection.h"
 #include "support/poison.h"
 
 namespace fovea::test {
@@ -54,6 +55,12 @@ inline std::vector<double> optional_values(const TensorView& view) {
   return view ? to_doubles(view) : std::vector<double>{};
 }
 
+/// A projection, decoded in float64 where it is FP8.
+inline std::vector<double> projection_values(const TensorView& weight, const WeightScale& scale) {
+  if (!scale.scale) return optional_values(weight);
+  return fp8_values({weight, scale.scale, scale.groups});
+}
+
 inline oracle::MlaWeights oracle_weights(const ModelConfig& config, const MlaWeights& w) {
   const MlaDims& d = config.mla;
   constexpr auto values = optional_values;
@@ -66,15 +73,15 @@ inline oracle::MlaWeights oracle_weights(const ModelConfig& config, const MlaWei
           .v_head_dim = d.v_head_dim,
           .sm_scale = d.sm_scale,
           .rms_norm_eps = config.latent_norm_eps,
-          .q_a_proj = values(w.q_a_proj),
+          .q_a_proj = projection_values(w.q_a_proj, w.q_a_proj_scale),
           .q_a_bias = values(w.q_a_bias),
           .q_a_layernorm = values(w.q_a_layernorm),
-          .q_b_proj = values(w.q_b_proj),
-          .kv_a_proj = values(w.kv_a_proj),
+          .q_b_proj = projection_values(w.q_b_proj, w.q_b_proj_scale),
+          .kv_a_proj = projection_values(w.kv_a_proj, w.kv_a_proj_scale),
           .kv_a_bias = values(w.kv_a_bias),
           .kv_a_layernorm = values(w.kv_a_layernorm),
-          .kv_b_proj = values(w.kv_b_proj),
-          .o_proj = values(w.o_proj),
+          .kv_b_proj = projection_values(w.kv_b_proj, w.kv_b_proj_scale),
+          .o_proj = projection_values(w.o_proj, w.o_proj_scale),
           .o_bias = values(w.o_bias),
           .rotary = oracle_rotary(config.groups[0].rope)};
 }
@@ -90,17 +97,17 @@ inline oracle::GqaWeights oracle_weights(const ModelConfig& config, const Attent
           .head_dim = d.head_dim,
           .v_head_dim = d.v_head_dim,
           .sm_scale = d.sm_scale,
-          .q_proj = values(w.q_proj),
+          .q_proj = projection_values(w.q_proj, w.q_proj_scale),
           .q_bias = values(w.q_bias),
-          .k_proj = values(w.k_proj),
+          .k_proj = projection_values(w.k_proj, w.k_proj_scale),
           .k_bias = values(w.k_bias),
-          .v_proj = values(w.v_proj),
+          .v_proj = projection_values(w.v_proj, w.v_proj_scale),
           .v_bias = values(w.v_bias),
           .q_norm = values(w.q_norm),
           .k_norm = values(w.k_norm),
           .norm_after_rope = config.qk_norm == QkNorm::post_rope,
           .rms_norm_eps = config.rms_norm_eps,
-          .o_proj = values(w.o_proj),
+          .o_proj = projection_values(w.o_proj, w.o_proj_scale),
           .o_bias = values(w.o_bias),
           .sinks = values(w.sinks),
           .rotary = oracle_rotary(group.rope),
