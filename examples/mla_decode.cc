@@ -31,8 +31,16 @@ int main() {
   mla_decode_once(runtime, params, query_start_loc, seq_lens);
 
   const std::vector<double> exact_q(q.begin(), q.end());
-  const oracle::AttentionResult expected =
-      oracle::attention({1, kKeys, kHeads, 1, kRow, kLatent, params.sm_scale, true, exact_q, k, v});
+  const oracle::AttentionResult expected = oracle::attention({.num_queries = 1,
+                                                              .num_keys = kKeys,
+                                                              .num_heads = kHeads,
+                                                              .num_kv_heads = 1,
+                                                              .qk_dim = kRow,
+                                                              .v_dim = kLatent,
+                                                              .sm_scale = params.sm_scale,
+                                                              .q = exact_q,
+                                                              .k = k,
+                                                              .v = v});
   bool is_right = true;
   for (std::size_t i = 0; i < out.size(); ++i)
     is_right &= std::abs(out[i] - expected.out[i]) < 1e-5;
