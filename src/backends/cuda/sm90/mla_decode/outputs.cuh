@@ -72,6 +72,7 @@ __device__ void accumulate_tiles(std::int32_t tiles, SharedMemory<kRows>& s,
     release(3);
 #pragma unroll
     for (int i = 0; i < kChunksPerOutput; ++i) ptx::pin(out[i]);
+    __syncwarp();  // All lanes have read the message.
     if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&s.handover.p_empty));
     ring.advance(kChunks);
   }
