@@ -202,12 +202,10 @@ struct ContextPlanInput {
 /// chunk starts later and only the last ends early, at a multiple of the alignment; a chunk's
 /// requests are consecutive and see context; its rows fit.
 /// Equal: chunk i holds for every request what the same part of its context has in [i * share,
-/// (i + 1) * share), which may be nothing; share is a multiple of the alignment. Chunks before every
-/// request's part are left out.
-/// Paged: nothing.
-/// Throws Error(invalid_argument) when the workspace is too small for one aligned piece, of every
-/// request with context in the equal plan; Error(unsupported) on another plan than the packed one
-/// with `parallel`.
+/// (i + 1) * share), which may be nothing; share is a multiple of the alignment. Chunks before
+/// every request's part are left out. Paged: nothing. Throws Error(invalid_argument) when the
+/// workspace is too small for one aligned piece, of every request with context in the equal plan;
+/// Error(unsupported) on another plan than the packed one with `parallel`.
 std::vector<std::vector<ContextSpan>> plan_context_spans(const ContextPlanInput& input);
 
 /// Chunks with everything that gather, expansion, attention and merge need. Empty without context.

@@ -24,8 +24,7 @@ inline constexpr Op<AttentionPrefillParams> kAttentionPrefill{"attention_prefill
                                                               &Backend::attention_prefill};
 inline constexpr Op<AttentionDecodeParams> kAttentionDecode{"attention_decode",
                                                             &Backend::attention_decode};
-inline constexpr Op<QuantizeQueryParams> kQuantizeQuery{"quantize_query",
-                                                        &Backend::quantize_query};
+inline constexpr Op<QuantizeQueryParams> kQuantizeQuery{"quantize_query", &Backend::quantize_query};
 inline constexpr Op<MlaDecodeParams> kMlaDecode{"mla_decode", &Backend::mla_decode};
 inline constexpr Op<MergeStateParams> kMergeState{"merge_state", &Backend::merge_state};
 inline constexpr Op<QuantizeOutputParams> kQuantizeOutput{"quantize_output",

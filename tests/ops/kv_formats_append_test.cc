@@ -1,0 +1,98 @@
+// What the append ops store in every format, byte for byte, and what gathers read.
+#include <cstring>
+
+#include "fovea/ops.h"
+#include "ops/backend_test.h"
+#include "ops/stored_rows.h"
+
+namespace fovea::test {
+namespace {
+
+class KvFormatsAppend : public BackendTest {};
+FOVEA_FOR_EACH_BACKEND(KvFormatsAppend);
+
+TEST_P(KvFormatsAppend, AppendWritesWhatTheCodecSaysAndGatherReadsIt) {
+  constexpr std::int64_t kLatent = 512, kRope = 64, kWidth = kLatent + kRope;
+  const PaddedTensor kv_c(dtype(), {3, kLatent}), k_pe(dtype(), {3, kRope});
+  fill_normal(kv_c, 5);
+  fill_normal(k_pe, 6);
+  std::vector<std::int64_t> slots{4, -1, 1};
+  const std::vector<std::int32_t> block{0}, start{0}, len{5};
+  for (const std::string_view name : kv_format_names()) {
+    SCOPED_TRACE(name);
+    const KvFormat format = latent_format(name, kLatent, kRope, {0.01f, 0.01f});
+    const PagedKvCache cache = PagedKvCache::allocate(format, {.num_blocks = 1, .block_size = 5});
+    poison_bytes(cache.slot(0), 5 * format.row_bytes());
+    kv_append(ctx(), {kv_c, k_pe, TensorView::of(slots.data(), {3}), &cache});
+
+    std::vector<std::byte> expected(static_cast<std::size_t>(format.row_bytes()));
+    for (std::int64_t t : {0, 2}) {
+      std::vector<float> values;
+      for (const TensorView& part : {kv_c.view().select(0, t), k_pe.view().select(0, t)}) {
+        for (double x : to_doubles(part)) values.push_back(static_cast<float>(x));
+      }
+      encode_row(format, values, expected);
+      EXPECT_EQ(0, std::memcmp(cache.slot(slots[static_cast<std::size_t>(t)]), expected.data(),
+                               expected.size()));
+    }
+    for (std::int64_t slot : {0, 2, 3}) {
+      EXPECT_TRUE(still_poisoned(cache.slot(slot), format.row_bytes()));
+    }
+
+    const PaddedTensor gathered(dtype(), {5, kWidth}), raw(DType::u8, {5, format.row_bytes()});
+    const BlockTableView table{block.data(), 1, 1, 1};
+    kv_gather(ctx(), {&cache, table, start, len, gathered});
+    kv_gather(ctx(), {&cache, table, start, len, raw});
+    for (std::int64_t slot : {1, 4}) {
+      const std::vector<double> values =
+          oracle::decode_row(cache.slot(slot), kWidth, oracle_format(format));
+      // One rounding of the product, one to the output.
+      EXPECT_TRUE(values_close(values, gathered.view().select(0, slot), 1e-7,
+                               unit_roundoff(dtype()) + 0x1p-24));
+      EXPECT_EQ(0, std::memcmp(raw.view().select(0, slot).data, cache.slot(slot),
+                               static_cast<std::size_t>(format.row_bytes())));
+    }
+  }
+}
+
+TEST_P(KvFormatsAppend, AppendedHeadsAreThoseOfTheCodec) {
+  constexpr std::int64_t kHeads = 3, kQk = 24, kV = 40;
+  const PaddedTensor k(dtype(), {2, kHeads, kQk}), v(dtype(), {2, kHeads, kV});
+  fill_normal(k, 5);
+  fill_normal(v, 6);
+  std::vector<std::int64_t> slots{1, 0}, positions{7, 9};
+  const Tensor cos_sin = Tensor::empty(DType::f32, {10, 16});
+  fill_normal(cos_sin, 8);
+  for (const std::string_view name : kv_format_names()) {
+    if (name == "fp8_ds_mla") continue;
+    SCOPED_TRACE(name);
+    const KvFormat k_format = heads_format(name, kHeads, kQk, 0.01f);
+    const KvFormat v_format = heads_format(name, kHeads, kV, 0.02f);
+    const KvCacheLayout layout{.num_blocks = 1, .block_size = 2};
+    const PagedKvCache k_cache = PagedKvCache::allocate(k_format, layout);
+    const PagedKvCache v_cache = PagedKvCache::allocate(v_format, layout);
+    const RopeAngles angles{TensorView::of(positions.data(), {2}), cos_sin, RopePairing::neox, {}};
+    gqa_append(ctx(), {k, v, TensorView::of(slots.data(), {2}), &k_cache, &v_cache, angles});
+
+    // The op rope, then the codec.
+    const PaddedTensor turned(dtype(), {2, kHeads, kQk});
+    copy(k, turned);
+    rope(ctx(), {turned.view().slice(2, 0, 16), angles});
+    for (std::int64_t t = 0; t < 2; ++t) {
+      const std::int64_t slot = slots[static_cast<std::size_t>(t)];
+      const auto check = [&](const TensorView& heads, const KvFormat& format,
+                             const PagedKvCache& cache) {
+        std::vector<float> values;
+        for (double x : to_doubles(heads)) values.push_back(static_cast<float>(x));
+        std::vector<std::byte> expected(static_cast<std::size_t>(format.row_bytes()));
+        encode_row(format, values, expected);
+        EXPECT_EQ(0, std::memcmp(cache.slot(slot), expected.data(), expected.size()));
+      };
+      check(turned.view().select(0, t), k_format, k_cache);
+      check(v.view().select(0, t), v_format, v_cache);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fovea::test
