@@ -161,6 +161,7 @@ struct QuantizedScores {
   /// the others 0 * NaN would spoil the output. Rows that see such a key have a NaN in its weight.
   __device__ __forceinline__ void clean_keys(std::uint8_t* tile, std::int32_t first_key) {
     const int lane = softmax.lane;
+    __syncwarp();  // All lanes have their words of the warp's keys.
     for (int i = 0; i < 16; ++i) {
       const int key = softmax.warp % 4 * 16 + i;
       const std::int32_t at = first_key + key;
