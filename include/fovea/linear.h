@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string_view>
 
 #include "fovea/tensor.h"
@@ -113,6 +114,10 @@ class BatchedLinear {
   /// `weight` [N, K, M] of a compute dtype, any strides.
   explicit BatchedLinear(const TensorView& weight,
                          LinearBackend backend = LinearBackend::automatic);
+  /// Block-scaled FP8 on both sides: a weight [M, K] for each head, all in the same groups, which
+  /// must divide M and K. Each row of x is rounded to f8e4m3fn in groups of `groups.in` channels
+  /// with scales of their own; x and out are of `dtype`.
+  BatchedLinear(std::span<const QuantizedWeight> heads, DType dtype);
   ~BatchedLinear();
   BatchedLinear(BatchedLinear&&) noexcept;
   BatchedLinear& operator=(BatchedLinear&&) noexcept;
@@ -120,11 +125,12 @@ class BatchedLinear {
   explicit operator bool() const { return impl_ != nullptr; }
   std::int64_t weight_bytes() const;      ///< As packed.
   std::string_view backend_name() const;  ///< As Linear's.
-  /// x [T, N, K], out [T, N, M], dtype of the weight, unit innermost stride, any other strides; no
-  /// overlap. Sums are f32; a result is rounded once, to nearest even.
+  /// x [T, N, K], out [T, N, M], dtype of the dense weight, unit innermost stride, any other
+  /// strides; no overlap. Sums are f32; a result is rounded once, to nearest even.
   void operator()(const ExecutionContext& ctx, const TensorView& x, const TensorView& out) const;
   std::int64_t workspace_bytes(std::int64_t tokens) const;
   void reload(const TensorView& weight);
+  void reload(std::span<const QuantizedWeight> heads);
 
  private:
   struct Impl;

@@ -128,7 +128,7 @@ Linear::Linear(const QuantizedWeight& weight, const TensorView& bias, DType dtyp
                                              .dtype = dtype,
                                              .has_bias = static_cast<bool>(bias)},
                                             weight.groups);
-  impl_->quantized->load(weight, bias);
+  impl_->quantized->load({&weight, 1}, bias);
 }
 
 Linear::Linear() = default;
@@ -186,13 +186,19 @@ void Linear::reload(const QuantizedWeight& weight, const TensorView& bias) {
               to_string(weight.codes), weight.groups.out, weight.groups.in,
               bias ? "and a" : "without", shape.columns, shape.depth, impl_->groups.out,
               impl_->groups.in, shape.has_bias ? "and a" : "without");
-  impl_->quantized->load(weight, bias);
+  impl_->quantized->load({&weight, 1}, bias);
 }
 
 // ---------------------------------------------------------------- BatchedLinear
 
 struct BatchedLinear::Impl {
-  std::unique_ptr<DenseProduct> product;
+  std::unique_ptr<DenseProduct> dense;
+  std::unique_ptr<QuantizedProduct> quantized;  ///< One of the two is there.
+  WeightGroups groups;
+
+  const Product& product() const {
+    return dense ? static_cast<const Product&>(*dense) : static_cast<const Product&>(*quantized);
+  }
 };
 
 namespace {
@@ -204,16 +210,52 @@ void check_batched_weight(const TensorView& weight) {
   check_compute_dtype("weight", weight);
 }
 
+/// Heads with codes of one shape in groups of one kind, all of them whole.
+void check_heads(std::span<const QuantizedWeight> heads) {
+  FOVEA_CHECK(!heads.empty(), invalid_argument, "heads are none, but must be at least one");
+  const TensorView& first = heads[0].codes;
+  const WeightGroups& groups = heads[0].groups;
+  for (const QuantizedWeight& head : heads) {
+    check_quantized_weight(head);
+    FOVEA_CHECK(
+        head.codes.shape == first.shape && head.groups == groups, invalid_argument,
+        "codes of a head are {} in groups of [{}, {}], but must be like those of the first, "
+        "{} in groups of [{}, {}]",
+        to_string(head.codes), head.groups.out, head.groups.in, to_string(first), groups.out,
+        groups.in);
+  }
+  const bool whole = (groups.out == 0 || first.shape[0] % groups.out == 0) &&
+                     (groups.in == 0 || first.shape[1] % groups.in == 0);
+  FOVEA_CHECK(whole, invalid_argument,
+              "codes of a head are {}, but must be whole groups of [{}, {}]", to_string(first),
+              groups.out, groups.in);
+}
+
 }  // namespace
+
+BatchedLinear::BatchedLinear(std::span<const QuantizedWeight> heads, DType dtype) {
+  check_heads(heads);
+  FOVEA_CHECK(is_compute_dtype(dtype), invalid_argument,
+              "dtype is {}, but must be f32, f16 or bf16", name_of(dtype));
+  impl_ = std::make_unique<Impl>();
+  impl_->groups = heads[0].groups;
+  impl_->quantized = make_quantized_product({.heads = static_cast<std::int64_t>(heads.size()),
+                                             .depth = heads[0].codes.shape[1],
+                                             .columns = heads[0].codes.shape[0],
+                                             .dtype = dtype,
+                                             .quantizes_x = true},
+                                            impl_->groups);
+  impl_->quantized->load(heads, {});
+}
 
 BatchedLinear::BatchedLinear(const TensorView& weight, LinearBackend backend) {
   check_batched_weight(weight);
   impl_ = std::make_unique<Impl>();
-  impl_->product = make_product(backend, {.heads = weight.shape[0],
-                                          .depth = weight.shape[1],
-                                          .columns = weight.shape[2],
-                                          .dtype = weight.dtype});
-  impl_->product->load(weight, {});
+  impl_->dense = make_product(backend, {.heads = weight.shape[0],
+                                        .depth = weight.shape[1],
+                                        .columns = weight.shape[2],
+                                        .dtype = weight.dtype});
+  impl_->dense->load(weight, {});
 }
 
 BatchedLinear::BatchedLinear() = default;
@@ -221,31 +263,50 @@ BatchedLinear::~BatchedLinear() = default;
 BatchedLinear::BatchedLinear(BatchedLinear&&) noexcept = default;
 BatchedLinear& BatchedLinear::operator=(BatchedLinear&&) noexcept = default;
 
-std::int64_t BatchedLinear::weight_bytes() const { return impl_->product->weight_bytes(); }
-std::string_view BatchedLinear::backend_name() const { return impl_->product->name(); }
+std::int64_t BatchedLinear::weight_bytes() const { return impl_->product().weight_bytes(); }
+std::string_view BatchedLinear::backend_name() const { return impl_->product().name(); }
 
 void BatchedLinear::operator()(const ExecutionContext& ctx, const TensorView& x,
                                const TensorView& out) const {
-  const ProductShape& shape = impl_->product->shape();
+  const ProductShape& shape = impl_->product().shape();
   check_operand("x", x, shape.dtype, {shape.heads, shape.depth});
   check_operand("out", out, shape.dtype, {shape.heads, shape.columns});
   check_tokens(x, out);
   if (x.shape[0] == 0) return;
-  impl_->product->run(ctx, x, out);
+  impl_->product().run(ctx, x, out);
 }
 
 std::int64_t BatchedLinear::workspace_bytes(std::int64_t tokens) const {
-  return impl_->product->workspace_bytes(tokens);
+  return impl_->product().workspace_bytes(tokens);
+}
+
+void BatchedLinear::reload(std::span<const QuantizedWeight> heads) {
+  FOVEA_CHECK(impl_->quantized != nullptr, invalid_argument,
+              "reload with quantised heads, but was made with a weight of {}",
+              name_of(impl_->product().shape().dtype));
+  check_heads(heads);
+  const ProductShape& shape = impl_->product().shape();
+  FOVEA_CHECK(static_cast<std::int64_t>(heads.size()) == shape.heads &&
+                  heads[0].codes.shape[0] == shape.columns &&
+                  heads[0].codes.shape[1] == shape.depth && heads[0].groups == impl_->groups,
+              invalid_argument,
+              "reload with {} heads {} in groups of [{}, {}], but was made with {} of [{}, {}] in "
+              "groups of [{}, {}]",
+              heads.size(), to_string(heads[0].codes), heads[0].groups.out, heads[0].groups.in,
+              shape.heads, shape.columns, shape.depth, impl_->groups.out, impl_->groups.in);
+  impl_->quantized->load(heads, {});
 }
 
 void BatchedLinear::reload(const TensorView& weight) {
+  FOVEA_CHECK(impl_->dense != nullptr, invalid_argument,
+              "reload with weight {}, but was made with quantised heads", to_string(weight));
   check_batched_weight(weight);
-  const ProductShape& shape = impl_->product->shape();
+  const ProductShape& shape = impl_->product().shape();
   FOVEA_CHECK(weight.dtype == shape.dtype && weight.shape[0] == shape.heads &&
                   weight.shape[1] == shape.depth && weight.shape[2] == shape.columns,
               invalid_argument, "reload with weight {}, but was made with {}[{}, {}, {}]",
               to_string(weight), name_of(shape.dtype), shape.heads, shape.depth, shape.columns);
-  impl_->product->load(weight, {});
+  impl_->dense->load(weight, {});
 }
 
 }  // namespace fovea

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string_view>
 
 #include "fovea/linear.h"
@@ -18,6 +19,8 @@ struct ProductShape {
   std::int64_t columns = 0;  ///< M
   DType dtype = DType::f32;
   bool has_bias = false;  ///< [M], with N = 1 only.
+  /// Rows of x are rounded to FP8 in the groups of the depth; QuantizedProduct only.
+  bool quantizes_x = false;
 };
 
 class Product {
@@ -45,13 +48,14 @@ class DenseProduct : public Product {
   virtual void load(const TensorView& weight, const TensorView& bias) = 0;
 };
 
-/// With one FP8 code per weight and float32 scales of groups, N = 1; `shape.dtype` is that of x and
-/// out. Weights are decoded on the way into the product, exactly.
+/// With one FP8 code per weight and float32 scales of groups; `shape.dtype` is that of x and out.
+/// Weights are decoded on the way into the product, exactly.
 class QuantizedProduct : public Product {
  public:
   using Product::Product;
-  /// Codes [M, K] and their scales, checked, and bias [M], into the storage made at construction.
-  virtual void load(const QuantizedWeight& weight, const TensorView& bias) = 0;
+  /// Codes [M, K] of each head and their scales, checked, and bias [M], into the storage made at
+  /// construction.
+  virtual void load(std::span<const QuantizedWeight> heads, const TensorView& bias) = 0;
 };
 
 /// Rows of one pass when a pass needs `bytes_per_row` of scratch: few enough that the scratch stays

@@ -8,6 +8,7 @@
 #include "fovea/error.h"
 #include "fovea/linear.h"
 #include "fovea/oracle.h"
+#include "fovea/quant.h"
 #include "fovea/thread_pool.h"
 #include "linear/plain_kernels.h"
 #include "linear/product.h"
@@ -124,7 +125,7 @@ TEST(QuantizedProduct, ScalarKernelsHaveTheSameWeights) {
   const Weight w(20, 130, {16, 64}, DType::f32);
   const ProductShape shape{.depth = 130, .columns = 20, .dtype = DType::f32};
   const auto scalar = make_quantized_product(shape, w.weight.groups, kPlainKernelsScalar);
-  scalar->load(w.weight, {});
+  scalar->load({&w.weight, 1}, {});
   const PaddedTensor x(DType::f32, {3, 1, 130}), out(DType::f32, {3, 1, 20});
   test::fill_normal(x, 4);
   const auto pool = make_std_thread_pool(1);
@@ -161,6 +162,68 @@ TEST_P(QuantizedLinear, ReloadKeepsStorageAndGroups) {
   run(linear, x, out);
   run(Linear(second.weight, {}, GetParam()), x, fresh);
   EXPECT_EQ(test::to_doubles(fresh), test::to_doubles(out));
+}
+
+/// Rows of x as FP8 in groups of `width` channels, decoded by the oracle.
+std::vector<double> rounded_rows(const TensorView& x, std::int64_t width) {
+  std::vector<double> result;
+  for (std::int64_t t = 0; t < x.shape[0]; ++t) {
+    for (std::int64_t k = 0; k < x.shape[1]; k += width) {
+      std::vector<float> values;
+      for (double value : test::to_doubles(x.select(0, t).slice(0, k, k + width))) {
+        values.push_back(static_cast<float>(value));
+      }
+      float largest = 0;
+      for (float value : values) largest = std::max(largest, std::abs(value));
+      const float scale = largest / 448;
+      std::vector<std::byte> codes(values.size());
+      quantize_group(DType::f8e4m3fn, values, scale, codes);
+      for (double code : oracle::decode(codes.data(), width, oracle::Format::f8e4m3fn)) {
+        result.push_back(code * double{scale});
+      }
+    }
+  }
+  return result;
+}
+
+TEST_P(QuantizedLinear, HeadsOfBlockScaledProductsEqualTheFormula) {  // F171
+  constexpr std::int64_t kHeads = 3, kIn = 256, kOut = 128;
+  std::vector<Weight> weights;
+  std::vector<QuantizedWeight> heads;
+  weights.reserve(kHeads);
+  for (std::int64_t n = 0; n < kHeads; ++n) {
+    weights.emplace_back(kOut, kIn, WeightGroups{128, 128}, DType::f32);
+    test::fill_uniform(weights.back().scale, 20 + static_cast<std::uint64_t>(n), 0.001, 0.003);
+    heads.push_back(weights.back().weight);
+  }
+  BatchedLinear linear(heads, GetParam());
+  EXPECT_EQ("plain/fp8", linear.backend_name());
+  EXPECT_EQ(kHeads * (kOut * kIn + kOut * 2 * 4), linear.weight_bytes());
+  const auto run = [&](std::int64_t tokens) {
+    const PaddedTensor x(GetParam(), {tokens, kHeads, kIn}),
+        out(GetParam(), {tokens, kHeads, kOut});
+    test::fill_normal(x, 4);
+    workspace_.reserve(linear.workspace_bytes(tokens));
+    test::poison(workspace_);
+    workspace_.reset_peak();
+    linear({pool_.get(), &workspace_}, x, out);
+    EXPECT_EQ(workspace_.peak(), linear.workspace_bytes(tokens));
+    EXPECT_TRUE(out.padding_untouched());
+    for (std::int64_t n = 0; n < kHeads; ++n) {
+      const auto rows = rounded_rows(x.view().select(1, n), 128);
+      const auto expected =
+          oracle::linear(rows, weights[static_cast<std::size_t>(n)].values(), {}, kIn);
+      const double tolerance =
+          GetParam() == DType::f32 ? 1e-5 : 2 * test::unit_roundoff(GetParam());
+      EXPECT_TRUE(test::rows_close(expected, out.view().select(1, n), {tolerance, 1e-6}))
+          << tokens << " tokens, head " << n;
+    }
+  };
+  for (std::int64_t tokens : {1, 5, 66}) run(tokens);
+  std::swap(weights[0], weights[2]);
+  std::swap(heads[0], heads[2]);
+  linear.reload(heads);
+  run(3);
 }
 
 TEST(QuantizeWeight, EachGroupIsWithinHalfAStepOfItsLargest) {  // F043, F359
@@ -234,6 +297,11 @@ TEST(QuantizedWeight, WhatDoesNotFitIsNamed) {
   Linear linear(w.weight, {}, DType::f32);
   const Tensor dense = Tensor::zeros(DType::f32, {40, 64});
   EXPECT_TRUE(contains(error_of([&] { linear.reload(dense, {}); }), "made with a quantised one"));
+  // A group that would be cut has no place in a block-scaled product.
+  const QuantizedWeight narrow[] = {w.weight};
+  EXPECT_TRUE(contains(error_of([&] { BatchedLinear(narrow, DType::f32); }),  // F357
+                       "must be whole groups of [32, 32]"));
+  EXPECT_TRUE(contains(error_of([&] { BatchedLinear({}, DType::f32); }), "at least one"));
   wrong = w.weight;
   wrong.groups = {32, 0};
   wrong.scale = w.scale.view().slice(1, 0, 1);
