@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 
+#include "engine/oracle_weights.h"
 #include "fovea/model.h"
 #include "model/checkpoint_files.h"
 #include "model/oracle_weights.h"
@@ -275,6 +276,24 @@ TEST_P(Fp8Model, GroupedQueryLayersAgreeWithTheOracleOnTheFilesValues) {
     const std::int64_t codes = (192 + 64 + 64) * kHidden + kHidden * 192;
     EXPECT_LT(model.weight_bytes(), codes + codes / 8);
   }
+}
+
+TEST_P(Fp8Model, VerificationDecodesTheFilesValues) {
+  const Fp8Checkpoint file = mla_checkpoint(GetParam()), gqa_file = gqa_checkpoint(GetParam());
+  const TempDir dir, gqa_dir;
+  file.write(dir, mla_config());
+  gqa_file.write(gqa_dir, gqa_config());
+  const oracle::MlaWeights mla = engine::oracle_mla_weights(Model::load(dir.path(), {}), 0);
+  EXPECT_EQ(mla.q_a_proj, file.values.at("q_a_proj"));
+  EXPECT_EQ(mla.q_b_proj, file.values.at("q_b_proj"));
+  EXPECT_EQ(mla.kv_a_proj, file.values.at("kv_a_proj_with_mqa"));
+  EXPECT_EQ(mla.kv_b_proj, file.values.at("kv_b_proj"));
+  EXPECT_EQ(mla.o_proj, file.values.at("o_proj"));
+  const oracle::GqaWeights gqa = engine::oracle_gqa_weights(Model::load(gqa_dir.path(), {}), 0);
+  EXPECT_EQ(gqa.q_proj, gqa_file.values.at("q_proj"));
+  EXPECT_EQ(gqa.k_proj, gqa_file.values.at("k_proj"));
+  EXPECT_EQ(gqa.v_proj, gqa_file.values.at("v_proj"));
+  EXPECT_EQ(gqa.o_proj, gqa_file.values.at("o_proj"));
 }
 
 TEST(Fp8ModelFiles, AbsorbedWeightsMayBeRequantised) {
