@@ -82,26 +82,28 @@ StepRunner::StepRunner(const OpContext& ctx, const Model& model, const std::vect
 void StepRunner::make_caches() {
   const std::string format =
       limits_.kv_format.empty() ? std::string(name_of(model_.dtype())) : limits_.kv_format;
+  const bool has_scale = format.starts_with("fp8_e");  // One for the tensor; others have none.
   for (std::int64_t i = 0; i < model_.num_layers(); ++i) {
     LayerCache& cache = caches_.emplace_back();
     const KvCacheLayout layout{.num_blocks = limits_.num_blocks[group_of(i)],
                                .block_size = limits_.block_size};
+    const KvScalePair scales = has_scale ? model_.kv_scales(i) : KvScalePair{};
     const auto* gqa = std::get_if<AttentionLayer>(&model_.layer(i).attention);
     if (gqa == nullptr) {
       const MlaDims& d = std::get<MlaLayer>(model_.layer(i).attention).dims();
-      cache.rows =
-          allocate_cache(model_, latent_format(format, d.kv_lora_rank, d.qk_rope_head_dim), layout);
+      cache.rows = allocate_cache(
+          model_, latent_format(format, d.kv_lora_rank, d.qk_rope_head_dim, scales), layout);
       continue;
     }
     const GqaDims& d = gqa->dims();
-    const KvFormat keys = heads_format(format, d.num_kv_heads, d.head_dim);
+    const KvFormat keys = heads_format(format, d.num_kv_heads, d.head_dim, scales.k_scale);
     if (keys.scales == KvScales::none) {
       const KvFormat rows{.dtype = keys.dtype, .row_elements = d.k_size() + d.v_size()};
       cache.rows = allocate_cache(model_, rows, layout);
       cache.columns = GqaCache::columns_of(cache.rows, d);
     } else {
       cache.rows = allocate_cache(model_, keys, layout);
-      const KvFormat values = heads_format(format, d.num_kv_heads, d.v_head_dim);
+      const KvFormat values = heads_format(format, d.num_kv_heads, d.v_head_dim, scales.v_scale);
       cache.columns = {.k = cache.rows, .v = allocate_cache(model_, values, layout)};
       cache.has_own_values = true;
     }

@@ -1,6 +1,8 @@
 #include "model/checkpoint.h"
 
 #include <algorithm>
+#include <cstring>
+#include <limits>
 #include <span>
 
 #include "core/check.h"
@@ -98,12 +100,32 @@ TensorView Checkpoint::one_element(const std::string& name) {
   return TensorView::contiguous(view.data, view.dtype, {1, 1});
 }
 
+float Checkpoint::number(const std::string& name) {
+  const auto at = lower_bound(name);
+  const SafetensorsFile& file = open(at->file);
+  const SafetensorsEntry* entry = file.find(name);
+  float value = std::numeric_limits<float>::quiet_NaN();
+  if (entry == nullptr) return value;
+  const TensorView view = file.view(*entry);
+  const bool is_number =
+      is_compute_dtype(view.dtype) && std::all_of(entry->shape.begin(), entry->shape.end(),
+                                                  [](std::int64_t extent) { return extent == 1; });
+  if (!is_number) return value;
+  // The file may have it at any address.
+  alignas(float) std::byte element[sizeof(float)];
+  std::memcpy(element, view.data, static_cast<std::size_t>(bytes_of(view.dtype, 1)));
+  copy(TensorView::contiguous(element, view.dtype, {1}), TensorView::of(&value, {1}));
+  return value;
+}
+
 namespace {
 
 /// Scales of a quantised KV cache. A cache of a compute dtype has none, whatever the checkpoint
 /// says.
+constexpr std::string_view kKeyScale = ".k_scale", kValueScale = ".v_scale",
+                           kSharedScale = ".kv_scale";
 bool is_cache_scale(std::string_view name) {
-  return name.ends_with(".k_scale") || name.ends_with(".v_scale") || name.ends_with(".kv_scale");
+  return name.ends_with(kKeyScale) || name.ends_with(kValueScale) || name.ends_with(kSharedScale);
 }
 
 /// Reads one layer's tensors and remembers which it read.
@@ -142,6 +164,19 @@ class LayerReader {
     }
     check_dense(scale_name, scale.scale);
     return weight;
+  }
+
+  /// 1 where the checkpoint has none. NaN, which a format refuses, where it has something else than
+  /// one number.
+  KvScalePair cache_scales() const {
+    KvScalePair scales;
+    for (const std::string_view name : checkpoint_.names_below(prefix_ + "self_attn.")) {
+      if (!is_cache_scale(name)) continue;
+      const float scale = checkpoint_.number(std::string(name));
+      if (!name.ends_with(kValueScale)) scales.k_scale = scale;
+      if (!name.ends_with(kKeyScale)) scales.v_scale = scale;
+    }
+    return scales;
   }
 
   /// What the model's formula does not hold must not go unnoticed.
@@ -268,6 +303,7 @@ LayerTensors read_layer(Checkpoint& checkpoint, const ModelConfig& config, std::
   } else {
     result.gqa = read_gqa(read, config);
   }
+  result.kv_scales = read.cache_scales();
   read.refuse_unread("self_attn.");
   return result;
 }

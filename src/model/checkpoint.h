@@ -31,6 +31,9 @@ class Checkpoint {
   TensorView tensor(const std::string& name, std::initializer_list<std::int64_t> shape);
   /// A tensor of one element, [1] or a scalar, as [1, 1].
   TensorView one_element(const std::string& name);
+  /// The one value of a tensor that is there; NaN when it has another number of them or a dtype
+  /// that is none of f32, f16 and bf16.
+  float number(const std::string& name);
 
  private:
   struct Location {

@@ -15,6 +15,7 @@ struct LayerTensors {
   TensorView post_attention_layernorm;  ///< [H]; absent unless the model has one.
   MlaWeights mla;                       ///< Of a model with latent attention, ...
   AttentionWeights gqa;                 ///< ... or with grouped-query attention.
+  KvScalePair kv_scales;                ///< Of a cache with one scale per tensor.
 };
 
 /// Calls fn(TensorView&) for each tensor that is there.

@@ -204,6 +204,10 @@ const AttentionWeights& Model::gqa_weights(std::int64_t index) const {
   return state_->tensors(index, false).gqa;
 }
 
+KvScalePair Model::kv_scales(std::int64_t index) const {
+  return state_->tensors(index, state_->config.is_mla()).kv_scales;
+}
+
 std::int64_t Model::weight_bytes() const {
   std::int64_t bytes = 0;
   for (const DecoderLayer& layer : state_->layers) {

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 #include "model/checkpoint_files.h"
 #include "model/layer_tensors.h"
 #include "support/compare.h"
@@ -53,6 +55,35 @@ TEST(Checkpoint, LayersAreViewsOfTheFile) {
   EXPECT_TRUE(w.q_a_proj && w.q_a_layernorm && w.kv_a_layernorm);
   EXPECT_FALSE(w.q_a_bias || w.kv_a_bias || w.o_bias);
   EXPECT_EQ(w.kv_b_order, KvBOrder::per_head);
+}
+
+// B116, B118, F046
+TEST(Checkpoint, ScalesOfThePerTensorCacheAreRead) {
+  const auto scales_of = [](const FileTensors& stored) {
+    FileTensors tensors = tiny_tensors();
+    for (const auto& [name, tensor] : stored) tensors[kAttention + name] = tensor;
+    const TempDir dir;
+    dir.write("model.safetensors", test::safetensors_bytes(tensors));
+    Checkpoint checkpoint(dir.path());
+    EXPECT_EQ(read_layer(checkpoint, tiny(), 0).kv_scales.k_scale, 1.f);
+    EXPECT_EQ(read_layer(checkpoint, tiny(), 0).kv_scales.v_scale, 1.f);
+    return read_layer(checkpoint, tiny(), 1).kv_scales;
+  };
+  KvScalePair scales =
+      scales_of({{"k_scale", float_tensor({1}, 0.25f)}, {"v_scale", float_tensor({1}, 0.5f)}});
+  EXPECT_EQ(scales.k_scale, 0.25f);
+  EXPECT_EQ(scales.v_scale, 0.5f);
+  EXPECT_THROW(latent_format("fp8_e4m3", 8, 2, scales), Error);  // B120
+  scales = scales_of({{"k_proj.k_scale", float_tensor({1}, 0.125f)}});
+  EXPECT_EQ(scales.k_scale, 0.125f);
+  EXPECT_EQ(scales.v_scale, 1.f);
+  scales = scales_of({{"kv_scale", float_tensor({1}, 0.0137f)}});
+  EXPECT_EQ(scales.k_scale, 0.0137f);
+  EXPECT_EQ(scales.v_scale, 0.0137f);
+  // One for each head is not one for the tensor: only a cache that needs it refuses it.
+  scales = scales_of({{"k_scale", float_tensor({2}, 1.f)}});
+  EXPECT_TRUE(std::isnan(scales.k_scale));
+  EXPECT_THROW(heads_format("fp8_e4m3", 2, 8, scales.k_scale), Error);
 }
 
 TEST(Checkpoint, UncompressedQueriesBiasesAndBareNamesAreRead) {
