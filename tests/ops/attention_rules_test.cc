@@ -217,6 +217,24 @@ TEST_P(AttentionRules, AScoreIsScaledBeforeItIsCapped) {  // B215
   }
 }
 
+TEST_P(AttentionRules, CapsFarFromTheScoresNeitherBlurThemNorOverflow) {
+  for (AttentionPath path : kAttentionPaths) {
+    for (float cap : {1e-42f, 1e-20f, 1e4f, 1e6f, 3e38f}) {
+      SCOPED_TRACE(testing::Message() << "path " << static_cast<int>(path) << ", cap " << cap);
+      GqaShape shape;
+      shape.variant.soft_cap = cap;
+      shape.wide_out = true;
+      shape.query_lens = {3};
+      shape.seq_lens = {40};
+      GqaProblem problem(shape, dtype());
+      // A score of 0 is 0 whatever it is divided by.
+      assign(problem.q().select(0, 1).select(0, 0), std::vector<double>(64));
+      problem.run(ctx(), path, 2);
+      problem.check();
+    }
+  }
+}
+
 TEST_P(AttentionRules, MlaDecodeFollowsThemAll) {
   MlaShape shape;
   shape.heads = 3;
