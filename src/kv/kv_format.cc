@@ -35,6 +35,15 @@ constexpr NamedFormat kFormats[] = {
     {"int4_per_token", DType::i4, KvScales::per_token},
 };
 
+// The bound leaves room for row_bytes() to be computed.
+constexpr std::int64_t kMaxElements = std::int64_t{1} << 40;
+
+/// Before widths are added or multiplied.
+void check_width(const char* name, std::int64_t value, std::int64_t min, std::int64_t max) {
+  FOVEA_CHECK(value >= min && value <= max, invalid_argument, "{} is {}, but must be in [{}, {}]",
+              name, value, min, max);
+}
+
 const NamedFormat& find_format(std::string_view name) {
   FOVEA_CHECK(
       name != "fp8_e4m3fnuz", unsupported,
@@ -94,8 +103,6 @@ const std::vector<std::string_view>& kv_format_names() {
 }
 
 void check_format(const KvFormat& format) {
-  // The bound leaves room for row_bytes() to be computed.
-  constexpr std::int64_t kMaxElements = std::int64_t{1} << 40;
   FOVEA_CHECK(format.row_elements >= 1 && format.row_elements <= kMaxElements, invalid_argument,
               "format.row_elements is {}, but must be in [1, {}]", format.row_elements,
               kMaxElements);
@@ -127,6 +134,8 @@ KvFormat latent_format(std::string_view name, std::int64_t kv_lora_rank,
       scales.k_scale == scales.v_scale, invalid_argument,
       "k_scale is {} and v_scale {}, but must be equal: a latent row is key and value in one",
       scales.k_scale, scales.v_scale);
+  check_width("kv_lora_rank", kv_lora_rank, 1, kMaxElements);
+  check_width("qk_rope_head_dim", qk_rope_head_dim, 0, kMaxElements);
   KvFormat format{.dtype = named.dtype,
                   .row_elements = kv_lora_rank + qk_rope_head_dim,
                   .scales = named.scales};
@@ -146,6 +155,8 @@ KvFormat heads_format(std::string_view name, std::int64_t num_heads, std::int64_
       named.scales != KvScales::ds_mla, unsupported,
       "KV format is fp8_ds_mla, but must be another one for keys and values of heads: it is "
       "a latent row");
+  check_width("num_heads", num_heads, 1, kMaxElements);
+  check_width("head_dim", head_dim, 1, kMaxElements / num_heads);
   KvFormat format{.dtype = named.dtype,
                   .row_elements = num_heads * head_dim,
                   .scales = named.scales,

@@ -114,7 +114,9 @@ void check_unit_inner_stride(const Argument& argument, const TensorView& view) {
 
 void check_sm_scale(const char* op, float sm_scale) {
   FOVEA_CHECK(std::isfinite(sm_scale) && sm_scale > 0.f, invalid_argument,
-              "{}: sm_scale is {}; it must be positive and finite, as (P + R)^-0.5", op, sm_scale);
+              "{}: sm_scale is {}; it must be positive and finite, as the -0.5th power of an "
+              "expanded head's width",
+              op, sm_scale);
 }
 
 void check_variant(const char* op, const AttentionVariant& variant) {

@@ -31,7 +31,12 @@ void validate(const GqaAppendParams& p) {
   check_heads_cache(op, p.k_cache, heads, p.k.shape[2], "Hk * Dk", "k_cache");
   check_heads_cache(op, p.v_cache, heads, p.v.shape[2], "Hk * Dv", "v_cache");
   check_same_blocks(op, *p.k_cache, *p.v_cache);
-  if (p.rope.cos_sin.ndim > 0) validate_rotation(p);
+  if (p.rope.cos_sin.ndim > 0) {
+    validate_rotation(p);
+  } else {
+    FOVEA_CHECK(!p.rope.positions && !p.rope.sections.multi_axis(), invalid_argument,
+                "{}: cos_sin is absent; it must go with rope.positions and rope.sections", op);
+  }
 
   check_data(k, p.k);
   check_data(v, p.v);

@@ -213,6 +213,11 @@ TEST(KvFormat, WhatAFormatCannotHoldIsRefusedByName) {
   EXPECT_TRUE(has(latent("int8_per_token", 4096, 64), "may have 2048 with scales"));
   EXPECT_TRUE(has(error_of([] { heads_format("fp8_ds_mla", 8, 72); }), "it is a latent row"));
   EXPECT_TRUE(has(error_of([] { heads_format("fp8_e4m3", 8, 128, -1.f); }), "format.scale is -1"));
+  EXPECT_TRUE(has(latent("bf16", 600, -24), "qk_rope_head_dim is -24, but must be in [0, "));
+  EXPECT_TRUE(has(latent("bf16", 0, 64), "kv_lora_rank is 0, but must be in [1, "));
+  constexpr std::int64_t kHuge = std::int64_t{1} << 40;  // Its square is 0 in 64 bits.
+  EXPECT_TRUE(has(error_of([] { heads_format("bf16", kHuge, kHuge); }),
+                  "head_dim is 1099511627776, but must be in [1, 1]"));
 }
 
 TEST(KvFormat, ColumnsOfRowsWithScalesAreRefused) {

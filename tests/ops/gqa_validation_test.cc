@@ -250,6 +250,7 @@ TEST_F(GqaValidation, AppendWritesNothingWhenAnythingIsBad) {  // B069, B070
       {[&](auto& p) { p.rope.cos_sin = wide.view().slice(1, 0, 7); },
        {"cos_sin", "[10, 7]", "even"}},
       {[](auto& p) { p.rope.positions = {}; }, {"positions is absent"}},
+      {[](auto& p) { p.rope.cos_sin = {}; }, {"cos_sin is absent", "rope.positions"}},
       {[&](auto& p) { p.rope.positions = TensorView::of(outside, {3}); },
        {"positions[1] is 10", "[0, 10)"}},
       {[](auto& p) {
