@@ -96,6 +96,10 @@ void check_options(const Model& model, const EngineOptions& options) {
   FOVEA_CHECK(options.draft_acceptance >= 0 && options.draft_acceptance <= 1, invalid_argument,
               "draft_acceptance is {}, must be from 0 to 1", options.draft_acceptance);
   check_context_options(model, options);
+  FOVEA_CHECK(
+      model.config().is_mla() || options.kv_format != "fp8_ds_mla", invalid_argument,
+      "kv_format is fp8_ds_mla, must be another one for {}: it is a row of latent attention",
+      model.config().model_type);
 }
 
 StepLimits find_limits(const Workload& workload, const EngineOptions& options, const Model& model,

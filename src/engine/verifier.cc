@@ -5,6 +5,7 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <map>
 #include <optional>
 #include <span>
 #include <string>
@@ -147,6 +148,22 @@ double storing_limit(const KvFormat& format, DType dtype) {
   }
 }
 
+/// A prefill's new tokens see each other as they are, where storing them loses anything.
+bool reads_fresh_rows(const LayerTrace& trace, std::int64_t request) {
+  return trace.cache->format().dtype != trace.input.dtype &&
+         request >= trace.plan->split.num_decodes;
+}
+
+/// Tokens of a request of the batch that were cached before the step.
+std::int64_t context_len(const LayerTrace& trace, std::int64_t request) {
+  const auto b = static_cast<std::size_t>(request);
+  return trace.seq_lens[b] - (trace.query_start_loc[b + 1] - trace.query_start_loc[b]);
+}
+
+/// Of a chunk whose tokens see each other as they are, so many are sampled from: for one all before
+/// it are projected in float64.
+constexpr std::int64_t kFreshRows = 128;
+
 /// One layer of one step, seen by the oracle.
 class LayerCheck {
  public:
@@ -174,13 +191,19 @@ class LayerCheck {
     const std::vector<double> rows = layer_.stored_rows(normed, positions);
     const std::vector<double> queries = layer_.queries(normed, positions);
     std::vector<double> attended;
+    FreshRows fresh = fresh_rows(samples);
     Finding worst;
     for (std::size_t i = 0; i < samples.size(); ++i) {
       std::vector<double> seen = stored_rows(samples[i]);
       const std::size_t row_width = seen.size() / (static_cast<std::size_t>(positions[i]) + 1);
       compare("stored row", samples[i], row_of(rows, i, row_width), std::span(seen).last(row_width),
               worst, storing_allowance_);
-      if (reads_fresh_rows(samples[i])) replace_fresh_rows(samples[i], row_width, seen);
+      if (reads_fresh_rows(trace_, samples[i].batch_index)) {
+        const std::vector<double>& rows_of_chunk = fresh.at(samples[i].batch_index);
+        const std::int64_t context = context_len(trace_, samples[i].batch_index);
+        const auto first = seen.begin() + context * static_cast<std::int64_t>(row_width);
+        std::copy_n(rows_of_chunk.begin(), seen.end() - first, first);
+      }
       const std::vector<double> heads =
           layer_.attention(row_of(queries, i, queries.size() / samples.size()), seen);
       attended.insert(attended.end(), heads.begin(), heads.end());
@@ -225,31 +248,31 @@ class LayerCheck {
     rows.insert(rows.end(), row.begin(), row.end());
   }
 
-  /// A prefill's new tokens see each other as they are, where storing them loses anything.
-  bool reads_fresh_rows(const Sample& sample) const {
-    return trace_.cache->format().dtype != trace_.input.dtype &&
-           sample.batch_index >= trace_.plan->split.num_decodes;
-  }
-
-  /// Rows of the sample's chunk up to its own, from the layer's input.
-  void replace_fresh_rows(const Sample& sample, std::size_t width,
-                          std::vector<double>& rows) const {
-    const auto b = static_cast<std::size_t>(sample.batch_index);
-    const std::int64_t first_row = trace_.query_start_loc[b];
-    const std::int64_t context =
-        trace_.seq_lens[b] - (trace_.query_start_loc[b + 1] - std::int64_t{first_row});
-    std::vector<double> inputs;
-    std::vector<std::int64_t> positions;
-    for (std::int64_t position = context; position <= sample.position; ++position) {
-      const std::vector<double> row =
-          to_doubles(trace_.input.select(0, first_row + position - context));
-      inputs.insert(inputs.end(), row.begin(), row.end());
-      positions.push_back(position);
+  /// Rows of new tokens by request of the batch, from the layer's input: those that samples see as
+  /// they are.
+  using FreshRows = std::map<std::int64_t, std::vector<double>>;
+  FreshRows fresh_rows(std::span<const Sample> samples) const {
+    std::map<std::int64_t, std::int64_t> last;  // Position of each request's last sample.
+    for (const Sample& sample : samples) {
+      if (!reads_fresh_rows(trace_, sample.batch_index)) continue;
+      last[sample.batch_index] = std::max(last[sample.batch_index], sample.position);
     }
-    const std::vector<double> fresh =
-        layer_.stored_rows(oracle::rms_norm(inputs, input_layernorm_, eps_), positions);
-    std::copy(fresh.begin(), fresh.end(),
-              rows.begin() + context * static_cast<std::int64_t>(width));
+    FreshRows fresh;
+    for (const auto& [request, end] : last) {
+      const std::int64_t context = context_len(trace_, request);
+      const std::int64_t first_row = trace_.query_start_loc[static_cast<std::size_t>(request)];
+      std::vector<double> inputs;
+      std::vector<std::int64_t> positions;
+      for (std::int64_t position = context; position <= end; ++position) {
+        const std::vector<double> row =
+            to_doubles(trace_.input.select(0, first_row + position - context));
+        inputs.insert(inputs.end(), row.begin(), row.end());
+        positions.push_back(position);
+      }
+      fresh[request] =
+          layer_.stored_rows(oracle::rms_norm(inputs, input_layernorm_, eps_), positions);
+    }
+    return fresh;
   }
 
   /// `allowance`: how many times a limit of the dtype this may be off.
@@ -304,7 +327,10 @@ std::vector<Sample> Verifier::State::pick(const LayerTrace& trace) {
   RowSampler& sampler = samplers[static_cast<std::size_t>(trace.layer)];
   for (std::size_t i = 0; i < trace.request_of.size(); ++i) {
     const auto& spec = workload->requests[static_cast<std::size_t>(trace.request_of[i])];
-    const std::int64_t end = trace.query_start_loc[i] + trace.num_true_rows[i];
+    std::int64_t end = trace.query_start_loc[i] + trace.num_true_rows[i];
+    if (reads_fresh_rows(trace, static_cast<std::int64_t>(i))) {
+      end = std::min(end, trace.query_start_loc[i] + kFreshRows);
+    }
     for (std::int64_t row = trace.query_start_loc[i]; row < end; ++row) {
       const std::int64_t position = trace.positions[static_cast<std::size_t>(row)];
       if (sampler.take(kind_of(spec, position), row_counts)) {

@@ -9,12 +9,12 @@
 namespace fovea {
 namespace {
 
-/// NaN when a value is.
+/// Of the finite values, as group_scale says; NaN when a value is.
 float largest_magnitude(std::span<const float> values) {
   float amax = 0;
   for (const float value : values) {
     if (std::isnan(value)) return value;
-    amax = std::max(amax, std::abs(value));
+    if (std::isfinite(value)) amax = std::max(amax, std::abs(value));
   }
   return amax;
 }
@@ -31,8 +31,7 @@ float fp8_group_scale(std::span<const float> group, bool power_of_two) {
   constexpr float kSmallest = 1e-10f;
   const float amax = largest_magnitude(group);
   if (std::isnan(amax)) return amax;
-  const float finite = std::min(amax, std::numeric_limits<float>::max());
-  const float scale = std::max(finite, kSmallest) / largest_code_value(DType::f8e4m3fn);
+  const float scale = std::max(amax, kSmallest) / largest_code_value(DType::f8e4m3fn);
   return power_of_two ? power_of_two_above(scale) : scale;
 }
 

@@ -180,6 +180,22 @@ TEST_P(QuantizeOutput, ANaNStaysVisible) {
   EXPECT_TRUE(std::isnan(e4m3(static_cast<const std::uint8_t*>(scales.view().data)[0])));
 }
 
+TEST_P(QuantizeOutput, AnInfinitySaturatesAndLeavesItsGroupAlone) {
+  const PaddedTensor x(dtype(), {1, 128}), with(DType::f8e4m3fn, {1, 128});
+  const PaddedTensor without(DType::f8e4m3fn, {1, 128}), scale(DType::f32, {1, 1});
+  fill_normal(x, 3);
+  fill_normal(x.view().slice(1, 7, 8), 3, 0);
+  quantize_output(ctx(), {x, {.out = without, .block_scale = scale}, 1});
+  const float expected = *scale.view().ptr<float>({0, 0});
+  assign(x.view().slice(1, 7, 8), std::vector<double>{std::numeric_limits<double>::infinity()});
+  quantize_output(ctx(), {x, {.out = with, .block_scale = scale}, 1});
+  EXPECT_EQ(expected, *scale.view().ptr<float>({0, 0}));
+  for (std::int64_t d = 0; d < 128; ++d) {
+    const double got = e4m3(*with.view().ptr<std::uint8_t>({0, d}));
+    EXPECT_EQ(d == 7 ? 448 : e4m3(*without.view().ptr<std::uint8_t>({0, d})), got) << d;
+  }
+}
+
 /// F172 to F176: which kind an output is, and every way to be none.
 TEST(OutputQuantOf, TheTable) {
   const Tensor fp8 = Tensor::zeros(DType::f8e4m3fn, {2, 256});
