@@ -19,10 +19,29 @@ oracle::Format oracle_format(DType dtype) {
       return oracle::Format::bf16;
     case DType::f8e4m3fn:
       return oracle::Format::f8e4m3fn;
+    case DType::f8e5m2:
+      return oracle::Format::f8e5m2;
+    case DType::i8:
+      return oracle::Format::i8;
+    case DType::i4:
+      return oracle::Format::i4;
     default:
-      fail(ErrorCode::unsupported, "the oracle decodes f32, f16, bf16 and f8e4m3fn, not {}",
-           name_of(dtype));
+      fail(ErrorCode::unsupported, "the oracle decodes no {}", name_of(dtype));
   }
+}
+
+oracle::RowScales oracle_scales(KvScales scales) {
+  switch (scales) {
+    case KvScales::none:
+      break;
+    case KvScales::per_tensor:
+      return oracle::RowScales::per_tensor;
+    case KvScales::per_token:
+      return oracle::RowScales::per_token;
+    case KvScales::ds_mla:
+      return oracle::RowScales::ds_mla;
+  }
+  return oracle::RowScales::none;
 }
 
 oracle::Rotary long_rotary(const RopeConfig& rope, const LongRopeScaling& scaling) {
@@ -126,6 +145,14 @@ std::vector<double> to_doubles(const TensorView& projection, const WeightScale& 
     }
   }
   return values;
+}
+
+oracle::RowFormat oracle_row_format(const KvFormat& format) {
+  return {.format = oracle_format(format.dtype),
+          .scales = oracle_scales(format.scales),
+          .num_heads = format.num_heads,
+          .first_group = format.first_group,
+          .scale = static_cast<double>(format.scale)};
 }
 
 double relative_error(std::span<const double> expected, std::span<const double> got) {

@@ -6,6 +6,7 @@
 #include <variant>
 #include <vector>
 
+#include "fovea/kv_format.h"
 #include "fovea/model.h"
 #include "fovea/oracle.h"
 
@@ -15,6 +16,9 @@ namespace fovea::engine {
 std::vector<double> to_doubles(const TensorView& view);
 /// The same of a projection, times its scales where it is FP8.
 std::vector<double> to_doubles(const TensorView& projection, const WeightScale& scale);
+
+/// How the oracle decodes a cache's rows.
+oracle::RowFormat oracle_row_format(const KvFormat& format);
 
 /// |got - expected| / |expected| of a row; infinite when anything is NaN or nothing was expected.
 double relative_error(std::span<const double> expected, std::span<const double> got);

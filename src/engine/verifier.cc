@@ -89,48 +89,6 @@ std::span<const double> row_of(const std::vector<double>& rows, std::size_t row,
   return std::span(rows).subspan(row * width, width);
 }
 
-oracle::RowFormat row_format(const KvFormat& format) {
-  oracle::RowFormat row{.num_heads = format.num_heads,
-                        .first_group = format.first_group,
-                        .scale = static_cast<double>(format.scale)};
-  switch (format.dtype) {
-    case DType::f16:
-      row.format = oracle::Format::f16;
-      break;
-    case DType::bf16:
-      row.format = oracle::Format::bf16;
-      break;
-    case DType::f8e4m3fn:
-      row.format = oracle::Format::f8e4m3fn;
-      break;
-    case DType::f8e5m2:
-      row.format = oracle::Format::f8e5m2;
-      break;
-    case DType::i8:
-      row.format = oracle::Format::i8;
-      break;
-    case DType::i4:
-      row.format = oracle::Format::i4;
-      break;
-    default:
-      row.format = oracle::Format::f32;
-  }
-  switch (format.scales) {
-    case KvScales::none:
-      break;
-    case KvScales::per_tensor:
-      row.scales = oracle::RowScales::per_tensor;
-      break;
-    case KvScales::per_token:
-      row.scales = oracle::RowScales::per_token;
-      break;
-    case KvScales::ds_mla:
-      row.scales = oracle::RowScales::ds_mla;
-      break;
-  }
-  return row;
-}
-
 /// What storing may take from a row, of its norm, several channels being twenty times as large as
 /// the others: half a step of each element.
 double storing_limit(const KvFormat& format, DType dtype) {
@@ -173,7 +131,7 @@ class LayerCheck {
         input_layernorm_(input_layernorm),
         eps_(eps),
         trace_(trace),
-        row_format_(row_format(trace.cache->format())),
+        row_format_(engine::oracle_row_format(trace.cache->format())),
         storing_allowance_(storing_limit(trace.cache->format(), trace.input.dtype) /
                            Verifier::limit(trace.input.dtype)) {}
 
@@ -235,7 +193,8 @@ class LayerCheck {
       }
       append_row(cache, row_format_, block, position, rows);
       if (trace_.v_cache) {
-        append_row(*trace_.v_cache, row_format(trace_.v_cache->format()), block, position, rows);
+        append_row(*trace_.v_cache, engine::oracle_row_format(trace_.v_cache->format()), block,
+                   position, rows);
       }
     }
     return rows;

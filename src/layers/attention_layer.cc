@@ -45,7 +45,6 @@ struct AttentionLayer::State {
     TensorView out;  ///< [Ta, N, Dv]
   };
 
-  void check(const TensorView& hidden, const TensorView& out, const AttentionStep& step) const;
   void check_plan(const AttentionStep& step, const GqaCache& cache) const;
   void check_lora_ids(const AttentionStep& step, std::int64_t tokens) const;
   Projected take(WorkspaceScope& scope, std::int64_t tokens) const;
@@ -114,22 +113,6 @@ AttentionLayer::State::State(const GqaDims& dims_, const AttentionWeights& w,
 }
 
 // ---------------------------------------------------------------- checks
-
-void AttentionLayer::State::check(const TensorView& hidden, const TensorView& out,
-                                  const AttentionStep& step) const {
-  const std::int64_t tokens = hidden.ndim == 2 ? hidden.shape[0] : 0;
-  check_rows("hidden", hidden, dtype, {tokens, dims.hidden_size});
-  check_rows("out", out, dtype, {tokens, dims.hidden_size});
-  if (step.plan == nullptr) return;
-  FOVEA_CHECK(step.plan->num_actual_tokens <= tokens, invalid_argument,
-              "hidden is {}, but must have the {} rows of the plan", to_string(hidden),
-              step.plan->num_actual_tokens);
-  if (rotary) {
-    check_positions(flat_positions(step.positions), tokens, rotary->config().sections.multi_axis());
-  }
-  if (step.slot_mapping) check_indices("slot_mapping", step.slot_mapping, tokens);
-  if (step.lora_ids) check_lora_ids(step, tokens);
-}
 
 void AttentionLayer::State::check_lora_ids(const AttentionStep& step, std::int64_t tokens) const {
   check_shape("lora_ids", step.lora_ids, DType::i32, {tokens});
@@ -306,11 +289,12 @@ void AttentionLayer::operator()(const OpContext& ctx, const TensorView& hidden,
                                 const TensorView& out, const AttentionStep& step,
                                 const GqaCache& cache) const {
   const State& s = *state_;
-  s.check(hidden, out, step);
+  check_step(step, hidden, out, s.dtype, s.dims.hidden_size, s.rotary.get());
   if (step.plan == nullptr) {
     take_worst_case(ctx, workspace_bytes(ctx, step.profile_limits));
     return fill_zero(out);
   }
+  if (step.lora_ids) s.check_lora_ids(step, hidden.shape[0]);
   s.check_plan(step, cache);
   check_workspace(ctx, workspace_bytes(ctx, *step.plan));
 

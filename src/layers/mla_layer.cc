@@ -49,7 +49,6 @@ struct MlaLayer::State {
   std::int64_t query_rows(const StepRows& rows) const {
     return is_full() ? rows.prefills() : rows.tokens;
   }
-  void check(const TensorView& hidden, const TensorView& out, const AttentionStep& step) const;
   Projected take(WorkspaceScope& scope, const StepRows& rows) const;
   std::int64_t projected_bytes(const StepRows& rows) const;
   std::int64_t products_bytes(const StepRows& rows) const;
@@ -111,21 +110,6 @@ MlaLayer::State::State(const MlaDims& dims_, const MlaWeights& w,
   w_q_uk = make_linear(absorbed.w_q_uk.projection, {}, dtype, options.linear);
   w_qr = make_linear(absorbed.w_qr.projection, {}, dtype, options.linear);
   w_uv_o = make_linear(absorbed.w_uv_o.projection, w.o_bias, dtype, options.linear);
-}
-
-void MlaLayer::State::check(const TensorView& hidden, const TensorView& out,
-                            const AttentionStep& step) const {
-  const std::int64_t tokens = hidden.ndim == 2 ? hidden.shape[0] : 0;
-  check_rows("hidden", hidden, dtype, {tokens, dims.hidden_size});
-  check_rows("out", out, dtype, {tokens, dims.hidden_size});
-  if (step.plan == nullptr) return;
-  FOVEA_CHECK(step.plan->num_actual_tokens <= tokens, invalid_argument,
-              "hidden is {}, but must have the {} rows of the plan", to_string(hidden),
-              step.plan->num_actual_tokens);
-  if (rotary) {
-    check_positions(flat_positions(step.positions), tokens, rotary->config().sections.multi_axis());
-  }
-  if (step.slot_mapping) check_indices("slot_mapping", step.slot_mapping, tokens);
 }
 
 MlaLayer::State::Projected MlaLayer::State::take(WorkspaceScope& scope,
@@ -245,7 +229,7 @@ DType MlaLayer::dtype() const { return state_->dtype; }
 void MlaLayer::operator()(const OpContext& ctx, const TensorView& hidden, const TensorView& out,
                           const AttentionStep& step, const PagedKvCache& cache) const {
   const State& s = *state_;
-  s.check(hidden, out, step);
+  check_step(step, hidden, out, s.dtype, s.dims.hidden_size, s.rotary.get());
   if (step.plan == nullptr) {
     take_worst_case(ctx, workspace_bytes(ctx, step.profile_limits));
     return fill_zero(out);

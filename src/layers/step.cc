@@ -18,12 +18,7 @@ void check_request(const char* layer, const BatchPlan& plan, const Schedule& sch
   if (!keys.empty()) check_block_row(layer, table, cache, request, keys.begin, keys.end);
 }
 
-}  // namespace
-
-TensorView flat_positions(const TensorView& positions) {
-  return positions.ndim == 2 && positions.shape[0] == 1 ? positions.select(0, 0) : positions;
-}
-
+/// [T] or, with a multi-axis rotation, [3, T]; flat already.
 void check_positions(const TensorView& positions, std::int64_t tokens, bool multi_axis) {
   if (!multi_axis) return check_indices("positions", positions, tokens);
   const bool is_index = positions.dtype == DType::i32 || positions.dtype == DType::i64;
@@ -32,6 +27,27 @@ void check_positions(const TensorView& positions, std::int64_t tokens, bool mult
               invalid_argument,
               "positions is {}, but must be i32[3, {}] or i64[3, {}]: the rotation has three axes",
               positions ? to_string(positions) : "absent", tokens, tokens);
+}
+
+}  // namespace
+
+TensorView flat_positions(const TensorView& positions) {
+  return positions.ndim == 2 && positions.shape[0] == 1 ? positions.select(0, 0) : positions;
+}
+
+void check_step(const AttentionStep& step, const TensorView& hidden, const TensorView& out,
+                DType dtype, std::int64_t hidden_size, const RotaryEmbedding* rotary) {
+  const std::int64_t tokens = hidden.ndim == 2 ? hidden.shape[0] : 0;
+  check_rows("hidden", hidden, dtype, {tokens, hidden_size});
+  check_rows("out", out, dtype, {tokens, hidden_size});
+  if (step.plan == nullptr) return;
+  FOVEA_CHECK(step.plan->num_actual_tokens <= tokens, invalid_argument,
+              "hidden is {}, but must have the {} rows of the plan", to_string(hidden),
+              step.plan->num_actual_tokens);
+  if (rotary != nullptr) {
+    check_positions(flat_positions(step.positions), tokens, rotary->config().sections.multi_axis());
+  }
+  if (step.slot_mapping) check_indices("slot_mapping", step.slot_mapping, tokens);
 }
 
 BlockTableView requests_from(const BlockTableView& table, std::int64_t first,

@@ -5,14 +5,17 @@
 #include <initializer_list>
 
 #include "fovea/attention_step.h"
+#include "fovea/rotary.h"
 
 namespace fovea {
 
 /// [1, T] as [T]; others as they are.
 TensorView flat_positions(const TensorView& positions);
 
-/// [T] or, with a multi-axis rotation, [3, T]; flat already.
-void check_positions(const TensorView& positions, std::int64_t tokens, bool multi_axis);
+/// A step's operands against the layer: hidden states and their place [T, H], and, but for a profile
+/// run, a row for each of the plan's and the positions and slots of all rows. `rotary` may be null.
+void check_step(const AttentionStep& step, const TensorView& hidden, const TensorView& out,
+                DType dtype, std::int64_t hidden_size, const RotaryEmbedding* rotary);
 
 /// The table's rows of `requests` requests from `first` on.
 BlockTableView requests_from(const BlockTableView& table, std::int64_t first,

@@ -5,6 +5,7 @@
 
 #include "core/float_bits.h"
 #include "fovea/quant.h"
+#include "quant/power_of_two.h"
 
 namespace fovea {
 namespace {
@@ -17,12 +18,6 @@ float largest_magnitude(std::span<const float> values) {
     if (std::isfinite(value)) amax = std::max(amax, std::abs(value));
   }
   return amax;
-}
-
-/// The smallest power of two not below x, which is positive and finite.
-float power_of_two_above(float x) {
-  int exponent;
-  return std::frexp(x, &exponent) == 0.5f ? x : std::ldexp(1.f, exponent);
 }
 
 }  // namespace

@@ -1,22 +1,15 @@
 // Groups of the latent with their scales, and the rope part.
 #pragma once
 
-#include <cmath>
 #include <cstring>
 #include <span>
 
 #include "core/float_bits.h"
 #include "fovea/quant.h"
 #include "kv/formats/fp8_ds_mla/layout.h"
+#include "quant/power_of_two.h"
 
 namespace fovea::kv_fp8_ds_mla {
-
-/// The smallest power of two that is not below `scale`, which is positive and finite, or NaN.
-inline float power_of_two_above(float scale) {
-  int exponent;
-  const float fraction = std::frexp(scale, &exponent);
-  return std::isnan(scale) || fraction == 0.5f ? scale : std::ldexp(1.f, exponent);
-}
 
 inline void encode_row(const KvFormat& format, std::span<const float> values,
                        std::span<std::byte> row) {
