@@ -12,8 +12,8 @@ namespace fovea {
 /// [1, T] as [T]; others as they are.
 TensorView flat_positions(const TensorView& positions);
 
-/// A step's operands against the layer: hidden states and their place [T, H], and, but for a profile
-/// run, a row for each of the plan's and the positions and slots of all rows. `rotary` may be null.
+/// hidden and out are [T, H] and, but for a profile run, have the plan's rows; positions and slots
+/// are there for each of them. Without `rotary` there are no positions to check.
 void check_step(const AttentionStep& step, const TensorView& hidden, const TensorView& out,
                 DType dtype, std::int64_t hidden_size, const RotaryEmbedding* rotary);
 
