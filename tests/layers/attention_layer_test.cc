@@ -11,7 +11,7 @@
 namespace fovea {
 namespace {
 
-using test::GqaExtend;
+using test::Extend;
 using test::GqaOptions;
 using test::GqaShape;
 using test::GqaWorld;
@@ -252,7 +252,7 @@ TEST(AttentionLayer, RowsWithoutAnAdapterKeepTheirBits) {
 
 TEST(AttentionLayer, AStepWithoutTokensWritesZeros) {
   GqaWorld world({.shape = {.qk_norm = QkNorm::pre_rope, .adapters = 2}}, {20});
-  for (const std::vector<GqaExtend>& extends : {std::vector<GqaExtend>{}, {{0, 0}}}) {
+  for (const std::vector<Extend>& extends : {std::vector<Extend>{}, {{0, 0}}}) {
     GqaWorld::Step s = world.prepare(extends);
     s.step.plan = &s.plan;
     world.layer()(world.context(), *s.hidden, *s.out, s.step, world.cache());
