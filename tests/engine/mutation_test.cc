@@ -28,8 +28,28 @@ std::vector<std::int64_t> slots_of(const LayerTrace& trace) {
   return slots;
 }
 
-/// Puts a layer with one fault in the place of the model's: its rows go into the cache and its
+/// A step of a layer once more, with another layer or plan: its rows go into the cache and its
 /// outputs to whoever looks next.
+template <class Layer, class Cache>
+void run_again(const OpContext& ctx, const Model& model, const LayerTrace& trace,
+               const BatchPlan& plan, const Layer& layer, const Cache& cache) {
+  const Tensor normed =
+      Tensor::empty(trace.input.dtype, {trace.input.shape[0], trace.input.shape[1]});
+  rms_norm(ctx, {.x = trace.input,
+                 .weight = model.layer(trace.layer).input_layernorm,
+                 .out = normed,
+                 .eps = model.config().rms_norm_eps});
+  const std::vector<std::int64_t> slots = slots_of(trace);
+  AttentionStep step;
+  step.plan = &plan;
+  step.block_table = trace.block_table;
+  step.slot_mapping = TensorView::of(slots.data(), {std::ssize(slots)});
+  step.positions = TensorView::of(trace.positions.data(), {std::ssize(trace.positions)});
+  ctx.workspace->reserve(layer.workspace_bytes(ctx, plan));
+  layer(ctx, normed, trace.output, step, cache);
+}
+
+/// Puts a layer with one fault in the place of the model's.
 class FaultyLayers : public StepObserver {
  public:
   FaultyLayers(const OpContext& ctx, const Model& model, Fault fault)
@@ -38,22 +58,9 @@ class FaultyLayers : public StepObserver {
   }
 
   void on_layer(const LayerTrace& trace) override {
-    const Tensor normed =
-        Tensor::empty(trace.input.dtype, {trace.input.shape[0], trace.input.shape[1]});
-    rms_norm(ctx_, {.x = trace.input,
-                    .weight = model_.layer(trace.layer).input_layernorm,
-                    .out = normed,
-                    .eps = model_.config().rms_norm_eps});
     const BatchPlan plan = make_step_plan(trace);
-    const std::vector<std::int64_t> slots = slots_of(trace);
-    AttentionStep step;
-    step.plan = &plan;
-    step.block_table = trace.block_table;
-    step.slot_mapping = TensorView::of(slots.data(), {std::ssize(slots)});
-    step.positions = TensorView::of(trace.positions.data(), {std::ssize(trace.positions)});
-    const MlaLayer& layer = layers_[static_cast<std::size_t>(trace.layer)];
-    ctx_.workspace->reserve(layer.workspace_bytes(ctx_, plan));
-    layer(ctx_, normed, trace.output, step, *trace.cache);
+    run_again(ctx_, model_, trace, plan, layers_[static_cast<std::size_t>(trace.layer)],
+              *trace.cache);
   }
 
  private:
@@ -132,12 +139,6 @@ class FaultyGqaLayers : public StepObserver {
   }
 
   void on_layer(const LayerTrace& trace) override {
-    const Tensor normed =
-        Tensor::empty(trace.input.dtype, {trace.input.shape[0], trace.input.shape[1]});
-    rms_norm(ctx_, {.x = trace.input,
-                    .weight = model_.layer(trace.layer).input_layernorm,
-                    .out = normed,
-                    .eps = model_.config().rms_norm_eps});
     SequenceBatch batch;
     batch.query_start_loc.assign(trace.query_start_loc.begin(), trace.query_start_loc.end());
     batch.seq_lens.assign(trace.seq_lens.begin(), trace.seq_lens.end());
@@ -146,15 +147,9 @@ class FaultyGqaLayers : public StepObserver {
     options.block_size = trace.cache->block_size();
     options.variant = variant_of(trace.plan->variant);
     const BatchPlan plan = make_plan(batch, ctx_.plan_target, options);
-    const std::vector<std::int64_t> slots = slots_of(trace);
-    AttentionStep step;
-    step.plan = &plan;
-    step.block_table = trace.block_table;
-    step.slot_mapping = TensorView::of(slots.data(), {std::ssize(slots)});
-    step.positions = TensorView::of(trace.positions.data(), {std::ssize(trace.positions)});
     const AttentionLayer& layer = layers_[static_cast<std::size_t>(trace.layer)];
-    ctx_.workspace->reserve(layer.workspace_bytes(ctx_, plan));
-    layer(ctx_, normed, trace.output, step, GqaCache::columns_of(*trace.cache, layer.dims()));
+    run_again(ctx_, model_, trace, plan, layer,
+              GqaCache::columns_of(*trace.cache, layer.dims()));
   }
 
  private:

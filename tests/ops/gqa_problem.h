@@ -3,7 +3,6 @@
 // the keys before all windows, whose block ids are garbage.
 #pragma once
 
-#include <limits>
 #include <memory>
 #include <vector>
 
@@ -11,6 +10,7 @@
 #include "fovea/oracle.h"
 #include "ops/backend_test.h"
 #include "ops/paged_rows.h"
+#include "ops/ragged_problem.h"
 
 namespace fovea::test {
 
@@ -124,7 +124,7 @@ class GqaProblem {
     const DecodeSchedule schedule = decode_schedule(ctx, workers, kv_tile);
     AttentionDecodeParams params = decode_params();
     params.schedule = &schedule;
-    run_poisoned(ctx, params, [&] { attention_decode(ctx, params); });
+    run_poisoned(ctx, params, out_, lse_, [&] { attention_decode(ctx, params); });
   }
 
   void run_paged_prefill(const OpContext& ctx, std::int64_t query_tile = 16) {
@@ -132,7 +132,7 @@ class GqaProblem {
     const PrefillSchedule schedule =
         schedule_prefill(query_start_loc_, cu_k_, query_tile, params.variant);
     params.schedule = &schedule;
-    run_poisoned(ctx, params, [&] { attention_prefill(ctx, params); });
+    run_poisoned(ctx, params, out_, lse_, [&] { attention_prefill(ctx, params); });
   }
 
   /// Over a copy of the rows, of the query's dtype.
@@ -154,7 +154,7 @@ class GqaProblem {
     const PrefillSchedule schedule =
         schedule_prefill(query_start_loc_, cu_k_, query_tile, params.variant);
     params.schedule = &schedule;
-    run_poisoned(ctx, params, [&] { attention_prefill(ctx, params); });
+    run_poisoned(ctx, params, out_, lse_, [&] { attention_prefill(ctx, params); });
   }
 
   /// The query tokens' keys are rows of the query's dtype; what the cache has of them is NaN
@@ -187,7 +187,7 @@ class GqaProblem {
     const PrefillSchedule schedule =
         schedule_prefill(query_start_loc_, cu_k_, query_tile, params.variant);
     params.schedule = &schedule;
-    run_poisoned(ctx, params, [&] { attention_prefill(ctx, params); });
+    run_poisoned(ctx, params, out_, lse_, [&] { attention_prefill(ctx, params); });
     for (const auto& [row, values] : saved) copy(values, row);
   }
 
@@ -215,33 +215,13 @@ class GqaProblem {
 
   /// out [T, N, Dv] and lse [N, T] in float64, padding rows included.
   oracle::AttentionResult expected() const {
-    const std::int64_t heads = shape_.heads, width = shape_.v_dim;
-    oracle::AttentionResult all;
-    all.out.assign(static_cast<std::size_t>(tokens_ * heads * width), 0.0);
-    all.lse.assign(static_cast<std::size_t>(heads * tokens_),
-                   -std::numeric_limits<double>::infinity());
-    for (std::size_t r = 0; r < owned_.size(); ++r) {
-      const RequestRows rows = rows_of(r);
-      const std::int64_t first = query_start_loc_[r], queries = rows.num_queries;
-      if (queries == 0) continue;
-      const oracle::AttentionResult one = expected_of(r, rows);
-      std::copy(one.out.begin(), one.out.end(), all.out.begin() + first * heads * width);
-      for (std::int64_t n = 0; n < heads; ++n) {
-        std::copy_n(one.lse.begin() + n * queries, queries, all.lse.begin() + n * tokens_ + first);
-      }
-    }
-    return all;
+    return put_together(query_start_loc_, tokens_, shape_.heads, shape_.v_dim,
+                        [this](std::size_t r) { return expected_of(r, rows_of(r)); });
   }
 
  private:
   RequestRows rows_of(std::size_t r) const {
-    RequestRows rows{shape_.query_lens[r], shape_.seq_lens[r], {}};
-    if (!shape_.draft_tree.empty()) {
-      rows.tree = std::span(shape_.draft_tree)
-                      .subspan(static_cast<std::size_t>(query_start_loc_[r]),
-                               static_cast<std::size_t>(rows.num_queries));
-    }
-    return rows;
+    return RequestRows::of(r, query_start_loc_, shape_.seq_lens, shape_.draft_tree);
   }
 
   oracle::AttentionResult expected_of(std::size_t r, const RequestRows& rows) const {
@@ -320,17 +300,6 @@ class GqaProblem {
         fill_normal(v_row(static_cast<std::int64_t>(r), j), seed + 1);
       }
     }
-  }
-
-  template <class Params, class Call>
-  void run_poisoned(const OpContext& ctx, const Params& params, Call&& call) {
-    ctx.workspace->reserve(workspace_bytes(ctx, params));
-    poison(*ctx.workspace);
-    poison(out_);
-    poison(lse_);
-    call();
-    EXPECT_TRUE(out_.padding_untouched());
-    EXPECT_TRUE(lse_.padding_untouched());
   }
 
   GqaShape shape_;

@@ -1,7 +1,6 @@
 // A paged MLA decode problem where every byte that nobody owns is NaN, and its float64 answer.
 #pragma once
 
-#include <limits>
 #include <memory>
 #include <vector>
 
@@ -9,6 +8,7 @@
 #include "fovea/oracle.h"
 #include "ops/backend_test.h"
 #include "ops/paged_rows.h"
+#include "ops/ragged_problem.h"
 
 namespace fovea::test {
 
@@ -84,13 +84,7 @@ class MlaProblem {
                                                     shape_.variant, shape_.draft_tree);
     MlaDecodeParams planned = params();
     planned.schedule = &schedule;
-    ctx.workspace->reserve(workspace_bytes(ctx, planned));
-    poison(*ctx.workspace);
-    poison(*out_);
-    poison(*lse_);
-    mla_decode(ctx, planned);
-    EXPECT_TRUE(out_->padding_untouched());
-    EXPECT_TRUE(lse_->padding_untouched());
+    run_poisoned(ctx, planned, *out_, *lse_, [&] { mla_decode(ctx, planned); });
   }
 
   /// Compares the last run with the formulas.
@@ -103,33 +97,13 @@ class MlaProblem {
 
   /// out [T, N, L] and lse [N, T] in float64, padding rows included.
   oracle::AttentionResult expected() const {
-    const std::int64_t heads = shape_.heads, latent = shape_.latent;
-    oracle::AttentionResult all;
-    all.out.assign(static_cast<std::size_t>(tokens_ * heads * latent), 0.0);
-    all.lse.assign(static_cast<std::size_t>(heads * tokens_),
-                   -std::numeric_limits<double>::infinity());
-    for (std::size_t r = 0; r < shape_.seq_lens.size(); ++r) {
-      const RequestRows request = rows_of(r);
-      const std::int64_t queries = request.num_queries, first = query_start_loc_[r];
-      if (queries == 0) continue;
-      const oracle::AttentionResult one = expected_of(r, request);
-      std::copy(one.out.begin(), one.out.end(), all.out.begin() + first * heads * latent);
-      for (std::int64_t n = 0; n < heads; ++n) {
-        std::copy_n(one.lse.begin() + n * queries, queries, all.lse.begin() + n * tokens_ + first);
-      }
-    }
-    return all;
+    return put_together(query_start_loc_, tokens_, shape_.heads, shape_.latent,
+                        [this](std::size_t r) { return expected_of(r, rows_of(r)); });
   }
 
  private:
   RequestRows rows_of(std::size_t r) const {
-    RequestRows rows{shape_.query_lens[r], shape_.seq_lens[r], {}};
-    if (!shape_.draft_tree.empty()) {
-      rows.tree = std::span(shape_.draft_tree)
-                      .subspan(static_cast<std::size_t>(query_start_loc_[r]),
-                               static_cast<std::size_t>(rows.num_queries));
-    }
-    return rows;
+    return RequestRows::of(r, query_start_loc_, shape_.seq_lens, shape_.draft_tree);
   }
 
   oracle::AttentionResult expected_of(std::size_t r, const RequestRows& request) const {

@@ -27,6 +27,19 @@ struct RequestRows {
   std::int64_t num_keys = 0;
   std::span<const std::uint64_t> tree = {};
 
+  /// Of request r; `draft_tree` is empty or that of all query tokens.
+  static RequestRows of(std::size_t r, const std::vector<std::int32_t>& query_start_loc,
+                        const std::vector<std::int32_t>& seq_lens,
+                        const std::vector<std::uint64_t>& draft_tree) {
+    RequestRows rows{query_start_loc[r + 1] - query_start_loc[r], seq_lens[r], {}};
+    if (!draft_tree.empty()) {
+      rows.tree = std::span(draft_tree)
+                      .subspan(static_cast<std::size_t>(query_start_loc[r]),
+                               static_cast<std::size_t>(rows.num_queries));
+    }
+    return rows;
+  }
+
   std::int64_t position(std::int64_t query) const {
     const std::int64_t context = num_keys - num_queries;
     if (tree.empty()) return context + query;

@@ -1,7 +1,6 @@
 // A ragged attention problem where every byte that nobody owns is NaN, and its float64 answer.
 #pragma once
 
-#include <limits>
 #include <optional>
 #include <vector>
 
@@ -9,6 +8,7 @@
 #include "fovea/oracle.h"
 #include "ops/backend_test.h"
 #include "ops/paged_rows.h"
+#include "ops/ragged_problem.h"
 
 namespace fovea::test {
 
@@ -89,13 +89,7 @@ class PrefillProblem {
     AttentionPrefillParams planned = params();
     const PrefillSchedule schedule = schedule_prefill(cu_q_, cu_k_, query_tile, planned.variant);
     planned.schedule = &schedule;
-    ctx.workspace->reserve(workspace_bytes(ctx, planned));
-    poison(*ctx.workspace);
-    poison(out_);
-    poison(lse_);
-    attention_prefill(ctx, planned);
-    EXPECT_TRUE(out_.padding_untouched());
-    EXPECT_TRUE(lse_.padding_untouched());
+    run_poisoned(ctx, planned, out_, lse_, [&] { attention_prefill(ctx, planned); });
   }
 
   void check() const { check(attention_tolerance(dtype_)); }
@@ -107,45 +101,36 @@ class PrefillProblem {
 
   /// out [Tq, N, Dv] and lse [N, Tq] in float64, padding rows included.
   oracle::AttentionResult expected() const {
-    const std::int64_t heads = shape_.heads, value = shape_.value;
-    oracle::AttentionResult all;
-    all.out.assign(static_cast<std::size_t>(tokens_ * heads * value), 0.0);
-    all.lse.assign(static_cast<std::size_t>(heads * tokens_),
-                   -std::numeric_limits<double>::infinity());
-    std::vector<double> sinks;
-    if (shape_.sinks) sinks = to_doubles(sinks_);
-    for (std::size_t r = 0; r < shape_.seq_lens.size(); ++r) {
-      const std::int64_t first = cu_q_[r], queries = shape_.query_lens[r];
-      const std::int64_t keys = shape_.seq_lens[r];
-      if (queries == 0) continue;
-      const std::vector<double> q = to_doubles(q_.view().slice(0, first, first + queries));
-      const std::vector<double> k = whole_keys(cu_k_[r], keys);
-      const std::vector<double> v = to_doubles(this->v().slice(0, cu_k_[r], cu_k_[r] + keys));
-      const oracle::AttentionResult one =
-          oracle::attention({.num_queries = queries,
-                             .num_keys = keys,
-                             .num_heads = heads,
-                             .num_kv_heads = shape_.kv_heads,
-                             .qk_dim = shape_.nope + shape_.rope,
-                             .v_dim = value,
-                             .sm_scale = static_cast<double>(sm_scale_),
-                             .causal = shape_.variant.causal,
-                             .window_left = shape_.variant.window_left,
-                             .attention_chunk = shape_.variant.attention_chunk,
-                             .soft_cap = static_cast<double>(shape_.variant.soft_cap),
-                             .sinks = sinks,
-                             .q = q,
-                             .k = k,
-                             .v = v});
-      std::copy(one.out.begin(), one.out.end(), all.out.begin() + first * heads * value);
-      for (std::int64_t n = 0; n < heads; ++n) {
-        std::copy_n(one.lse.begin() + n * queries, queries, all.lse.begin() + n * tokens_ + first);
-      }
-    }
-    return all;
+    return put_together(cu_q_, tokens_, shape_.heads, shape_.value,
+                        [this](std::size_t r) { return expected_of(r); });
   }
 
  private:
+  oracle::AttentionResult expected_of(std::size_t r) const {
+    const std::int64_t first = cu_q_[r], queries = shape_.query_lens[r];
+    const std::int64_t keys = shape_.seq_lens[r];
+    const std::vector<double> q = to_doubles(q_.view().slice(0, first, first + queries));
+    const std::vector<double> k = whole_keys(cu_k_[r], keys);
+    const std::vector<double> v = to_doubles(this->v().slice(0, cu_k_[r], cu_k_[r] + keys));
+    std::vector<double> sinks;
+    if (shape_.sinks) sinks = to_doubles(sinks_);
+    return oracle::attention({.num_queries = queries,
+                              .num_keys = keys,
+                              .num_heads = shape_.heads,
+                              .num_kv_heads = shape_.kv_heads,
+                              .qk_dim = shape_.nope + shape_.rope,
+                              .v_dim = shape_.value,
+                              .sm_scale = static_cast<double>(sm_scale_),
+                              .causal = shape_.variant.causal,
+                              .window_left = shape_.variant.window_left,
+                              .attention_chunk = shape_.variant.attention_chunk,
+                              .soft_cap = static_cast<double>(shape_.variant.soft_cap),
+                              .sinks = sinks,
+                              .q = q,
+                              .k = k,
+                              .v = v});
+  }
+
   /// [keys, Hk, nope + rope]: the shared k_pe repeated for every head.
   std::vector<double> whole_keys(std::int64_t first, std::int64_t keys) const {
     const std::vector<double> nope = to_doubles(k().slice(0, first, first + keys));
