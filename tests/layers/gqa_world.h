@@ -181,8 +181,8 @@ class GqaWorld {
   std::vector<double> expected_row(std::size_t sequence, std::int32_t t,
                                    std::int64_t position) const {
     const std::int64_t positions[] = {position};
-    std::vector<double> row = oracle::gqa_rows(weights_.twin(id_of(sequence, t)),
-                                               sequences_.hidden_of(sequence, t, t + 1), positions);
+    std::vector<double> row = oracle::gqa_rows(
+        weights_.twin(id_of(sequence, t)), sequences_.hidden_of(sequence, t, t + 1), positions);
     if (options_.sections.multi_axis()) {
       rotate_by_axes(std::span(row).first(static_cast<std::size_t>(dims_.k_size())),
                      dims_.num_kv_heads, position);
@@ -192,8 +192,8 @@ class GqaWorld {
   std::vector<double> expected_query(std::size_t sequence, std::int32_t t,
                                      std::int64_t position) const {
     const std::int64_t positions[] = {position};
-    std::vector<double> q = oracle::gqa_queries(weights_.twin(id_of(sequence, t)),
-                                                sequences_.hidden_of(sequence, t, t + 1), positions);
+    std::vector<double> q = oracle::gqa_queries(
+        weights_.twin(id_of(sequence, t)), sequences_.hidden_of(sequence, t, t + 1), positions);
     if (options_.sections.multi_axis()) rotate_by_axes(q, dims_.num_heads, position);
     return q;
   }

@@ -95,7 +95,8 @@ class World {
   std::vector<double> stored_rows(std::size_t sequence) const {
     std::vector<double> rows;
     for (std::int32_t t = 0; t < done(sequence); ++t) {
-      const std::vector<double> row = to_doubles(stored_row(cache_, sequences_.slot_of(sequence, t)));
+      const std::int64_t slot = sequences_.slot_of(sequence, t);
+      const std::vector<double> row = to_doubles(stored_row(cache_, slot));
       rows.insert(rows.end(), row.begin(), row.end());
     }
     return rows;
