@@ -26,6 +26,8 @@ void check_scale(const QuantizedOutput& output) {
   FOVEA_CHECK(given >= 0.f && std::isfinite(given), invalid_argument,
               "{}: {} is {}; it must be positive and finite", kName,
               output.scale != 0.f ? "scale" : "inv_scale", given);
+  FOVEA_CHECK(output.inv_scale == 0.f || std::isfinite(1 / output.inv_scale), invalid_argument,
+              "{}: inv_scale is {}; its inverse must be finite", kName, output.inv_scale);
 }
 
 void check_group(std::int64_t output_dim, std::int64_t groups) {

@@ -221,6 +221,10 @@ TEST(OutputQuantOf, TheTable) {
   refused({"scale is 1 and inv_scale 2", "at most one"},
           {.out = fp8, .block_scale = {}, .scale = 1.f, .inv_scale = 2.f});
   refused({"inv_scale is -1"}, {.out = fp8, .block_scale = {}, .inv_scale = -1.f});
+  refused({"inv_scale is 1e-39", "inverse must be finite"},
+          {.out = fp8, .block_scale = {}, .inv_scale = 1e-39f});
+  EXPECT_EQ(OutputQuant::fp8_per_tensor,
+            output_quant_of({.out = fp8, .block_scale = {}, .scale = 1e-39f}, 256));
   refused({"each group has its own"}, {.out = fp8, .block_scale = two, .scale = 1.f});
   refused({"17 groups for output_dim = 2048"}, {.out = fp8, .block_scale = seventeen}, 2048);
   refused({"2 groups for output_dim = 257"}, {.out = fp8, .block_scale = two}, 257);
