@@ -23,7 +23,7 @@ struct KvGroupConfig {
 enum class WeightQuantMethod : std::uint8_t {
   none,
   fp8,                 ///< weight_scale_inv of blocks (DeepSeek-V3), weight_scale of a tensor.
-  compressed_tensors,  ///< weight_scale of a tensor or of output channels.
+  compressed_tensors,  ///< weight_scale of a tensor, of output channels or of blocks.
 };
 
 /// FP8 projections of a checkpoint, as its quantization_config says. Those that it stores in

@@ -20,19 +20,23 @@ void require_text(const ConfigFields& fields, const char* key, const char* only)
               fields.name_of(key), printable(value), only);
 }
 
-/// weight_block_size is [out, in].
+/// The field `key` is [out, in].
+WeightGroups parse_block(const ConfigFields& fields, const char* key) {
+  const std::vector<double> block = fields.numbers(key, 2, 1);
+  for (const double extent : block) {
+    FOVEA_CHECK(extent == std::floor(extent) && extent <= static_cast<double>(kMaxDim),
+                corrupt_file, "{}: field {} holds {}, but must hold integers in [1, {}]",
+                fields.file(), fields.name_of(key), extent, kMaxDim);
+  }
+  return {static_cast<std::int64_t>(block[0]), static_cast<std::int64_t>(block[1])};
+}
+
 WeightQuantization parse_fp8(const ConfigFields& fields) {
   constexpr const char* kBlock = "weight_block_size";
   require_text(fields, "fmt", "e4m3");
   WeightQuantization result{.method = WeightQuantMethod::fp8, .weights = {}, .activations = {}};
   if (!fields.has(kBlock)) return result;
-  const std::vector<double> block = fields.numbers(kBlock, 2, 1);
-  for (const double extent : block) {
-    FOVEA_CHECK(extent == std::floor(extent) && extent <= static_cast<double>(kMaxDim),
-                corrupt_file, "{}: field {} holds {}, but must hold integers in [1, {}]",
-                fields.file(), fields.name_of(kBlock), extent, kMaxDim);
-  }
-  result.weights = {static_cast<std::int64_t>(block[0]), static_cast<std::int64_t>(block[1])};
+  result.weights = parse_block(fields, kBlock);
   result.activations = {1, result.weights.in};
   return result;
 }
@@ -48,12 +52,18 @@ WeightQuantization parse_compressed_group(const ConfigFields& group) {
               "{}: field {} is false, but must be true", group.file(),
               weights.name_of("symmetric"));
   const std::string strategy = weights.text("strategy");
+  WeightQuantization result{
+      .method = WeightQuantMethod::compressed_tensors, .weights = {}, .activations = {1, 0}};
+  if (strategy == "block") {
+    result.weights = parse_block(weights, "block_structure");
+    result.activations.in = result.weights.in;
+    return result;
+  }
   FOVEA_CHECK(strategy == "tensor" || strategy == "channel", unsupported,
-              "{}: field {} is {}, but must be tensor or channel", group.file(),
+              "{}: field {} is {}, but must be tensor, channel or block", group.file(),
               weights.name_of("strategy"), printable(strategy));
-  return {.method = WeightQuantMethod::compressed_tensors,
-          .weights = strategy == "channel" ? WeightGroups{1, 0} : WeightGroups{0, 0},
-          .activations = {1, 0}};
+  if (strategy == "channel") result.weights.out = 1;
+  return result;
 }
 
 WeightQuantization parse_compressed_tensors(const ConfigFields& fields) {

@@ -3,11 +3,10 @@
 #include <gtest/gtest.h>
 
 #include <functional>
-#include <map>
 
 #include "engine/oracle_weights.h"
 #include "fovea/model.h"
-#include "model/checkpoint_files.h"
+#include "model/fp8_checkpoint.h"
 #include "model/oracle_weights.h"
 #include "support/compare.h"
 #include "support/sequence_runner.h"
@@ -15,178 +14,26 @@
 namespace fovea {
 namespace {
 
+using test::compressed_tensors_config;
 using test::error_of;
-using test::FileTensor;
 using test::FileTensors;
+using test::fp8_forms;
+using test::fp8_gqa_checkpoint;
+using test::fp8_gqa_config;
+using test::fp8_mla_checkpoint;
+using test::fp8_mla_config;
+using test::Fp8Checkpoint;
+using test::Fp8Form;
 using test::json;
 using test::mentions;
+using test::random_floats;
 using test::TempDir;
 
-/// A published form: its quantization_config, and the groups that it means.
-struct Form {
-  const char* name;
-  json config;
-  const char* scale_suffix;
-  WeightGroups weights;
-  WeightGroups activations;
-  bool scalar = false;  ///< A scale per tensor has no dimension, else one of 1.
-  friend void PrintTo(const Form& form, std::ostream* out) { *out << form.name; }
-};
-
-json compressed(const char* strategy) {
-  return {{"quant_method", "compressed-tensors"},
-          {"format", "float-quantized"},
-          {"quantization_status", "compressed"},
-          {"ignore", {"lm_head"}},
-          {"kv_cache_scheme", {{"num_bits", 8}, {"type", "float"}, {"strategy", "tensor"}}},
-          {"config_groups",
-           {{"group_0",
-             {{"targets", {"Linear"}},
-              {"input_activations",
-               {{"num_bits", 8}, {"type", "float"}, {"strategy", "token"}, {"dynamic", true}}},
-              {"output_activations", nullptr},
-              {"weights",
-               {{"num_bits", 8},
-                {"type", "float"},
-                {"strategy", strategy},
-                {"symmetric", true},
-                {"dynamic", false},
-                {"group_size", nullptr}}}}}}}};
-}
-
-std::vector<Form> forms() {
-  const json deepseek = {{"quant_method", "fp8"},
-                         {"fmt", "e4m3"},
-                         {"activation_scheme", "dynamic"},
-                         {"weight_block_size", {128, 128}}};
-  json tall = deepseek;
-  tall["weight_block_size"] = {64, 128};
-  const json tensor = {{"quant_method", "fp8"}, {"activation_scheme", "static"}};
-  return {{"deepseek_v3", deepseek, "_scale_inv", {128, 128}, {1, 128}},
-          {"blocks_of_64_by_128", tall, "_scale_inv", {64, 128}, {1, 128}},
-          {"fp8_tensor", tensor, "_scale", {0, 0}, {0, 0}, true},
-          {"compressed_tensor", compressed("tensor"), "_scale", {0, 0}, {1, 0}},
-          {"compressed_channel", compressed("channel"), "_scale", {1, 0}, {1, 0}}};
-}
-
-std::uint64_t next_random() {
-  static std::uint64_t state = 1;
-  state = state * 6364136223846793005u + 1442695040888963407u;
-  return state >> 33;
-}
-
-FileTensor floats(std::vector<std::int64_t> shape, float low, float high) {
-  FileTensor tensor = test::float_tensor(std::move(shape));
-  for (std::size_t i = 0; i < tensor.bytes.size(); i += sizeof(float)) {
-    const float value = low + (high - low) * static_cast<float>(next_random()) * 0x1p-31f;
-    std::memcpy(tensor.bytes.data() + i, &value, sizeof value);
-  }
-  return tensor;
-}
-
-/// A checkpoint in one form, and the values of its projections in float64, by their names.
-class Fp8Checkpoint {
- public:
-  explicit Fp8Checkpoint(const Form& form) : form_(form) {}
-
-  /// Codes of both signs from 2^-3 to 3.75 and scales around `spread`, no two alike.
-  void add(const std::string& stem, std::int64_t out, std::int64_t in, float spread) {
-    FileTensor codes{"F8_E4M3", {out, in}, {}};
-    for (std::int64_t i = 0; i < out * in; ++i) {
-      const std::uint64_t random = next_random();
-      codes.bytes.push_back(static_cast<char>(0x20 + random % 0x28 + (random >> 20) % 2 * 0x80));
-    }
-    const std::int64_t rows = form_.weights.out == 0 ? out : form_.weights.out;
-    const std::int64_t columns = form_.weights.in == 0 ? in : form_.weights.in;
-    const std::int64_t scale_rows = (out + rows - 1) / rows;
-    const std::int64_t scale_columns = (in + columns - 1) / columns;
-    FileTensor scale = floats({scale_rows, scale_columns}, 0.5f * spread, 1.5f * spread);
-    std::vector<double> decoded =
-        oracle::decode(codes.bytes.data(), out * in, oracle::Format::f8e4m3fn);
-    const std::vector<double> scales =
-        oracle::decode(scale.bytes.data(), scale_rows * scale_columns, oracle::Format::f32);
-    for (std::int64_t m = 0; m < out; ++m) {
-      for (std::int64_t k = 0; k < in; ++k) {
-        decoded[static_cast<std::size_t>(m * in + k)] *=
-            scales[static_cast<std::size_t>(m / rows * scale_columns + k / columns)];
-      }
-    }
-    if (form_.weights.out == 0) {
-      scale.shape = form_.scalar ? std::vector<std::int64_t>{} : std::vector<std::int64_t>{1};
-    }
-    const std::string name = "model.layers.0.self_attn." + stem + ".weight";
-    tensors[name] = std::move(codes);
-    tensors[name + form_.scale_suffix] = std::move(scale);
-    tensors["model.layers.0.self_attn." + stem + ".input_scale"] = floats({1}, 1, 2);
-    values[stem] = std::move(decoded);
-  }
-  void add_norm(const std::string& name, std::int64_t size) {
-    tensors["model.layers.0." + name + ".weight"] = floats({size}, 0.5f, 1.5f);
-  }
-  void write(const TempDir& dir, json config) const {
-    config["quantization_config"] = form_.config;
-    dir.write("config.json", config.dump());
-    dir.write("model.safetensors", test::safetensors_bytes(tensors));
-  }
-
-  FileTensors tensors;
-  std::map<std::string, std::vector<double>> values;
-
- private:
-  Form form_;
-};
-
-constexpr std::int64_t kHidden = 160;
+constexpr std::int64_t kHidden = Fp8Checkpoint::kHidden;
 
 /// f32: sums of some hundred terms, of which softmax makes factors.
 test::RowTolerance tolerance(DType dtype) {
   return test::row_tolerance(dtype, dtype == DType::f32 ? 64 : 16);
-}
-
-json mla_config() {
-  json config = test::tiny_config();
-  config.update({{"hidden_size", kHidden},
-                 {"num_attention_heads", 4},
-                 {"num_key_value_heads", 4},
-                 {"num_hidden_layers", 1},
-                 {"q_lora_rank", 136},
-                 {"kv_lora_rank", 144},
-                 {"qk_nope_head_dim", 32},
-                 {"qk_rope_head_dim", 16},
-                 {"v_head_dim", 40},
-                 {"torch_dtype", "bfloat16"}});
-  return config;
-}
-
-Fp8Checkpoint mla_checkpoint(const Form& form) {
-  Fp8Checkpoint checkpoint(form);
-  checkpoint.add_norm("input_layernorm", kHidden);
-  checkpoint.add_norm("self_attn.q_a_layernorm", 136);
-  checkpoint.add_norm("self_attn.kv_a_layernorm", 144);
-  checkpoint.add("q_a_proj", 136, kHidden, 0.06f);
-  checkpoint.add("q_b_proj", 4 * 48, 136, 0.06f);
-  checkpoint.add("kv_a_proj_with_mqa", 144 + 16, kHidden, 0.06f);
-  checkpoint.add("kv_b_proj", 4 * (32 + 40), 144, 0.06f);
-  checkpoint.add("o_proj", kHidden, 4 * 40, 0.06f);
-  checkpoint.tensors["model.layers.0.self_attn.k_scale"] = floats({1}, 1, 2);
-  return checkpoint;
-}
-
-json gqa_config() {
-  return {{"model_type", "llama"},          {"hidden_size", kHidden}, {"num_attention_heads", 6},
-          {"num_key_value_heads", 2},       {"head_dim", 32},         {"num_hidden_layers", 1},
-          {"max_position_embeddings", 256}, {"rms_norm_eps", 1e-6},   {"vocab_size", 100},
-          {"torch_dtype", "bfloat16"},      {"rope_theta", 10000}};
-}
-
-Fp8Checkpoint gqa_checkpoint(const Form& form) {
-  Fp8Checkpoint checkpoint(form);
-  checkpoint.add_norm("input_layernorm", kHidden);
-  checkpoint.add("q_proj", 192, kHidden, 0.06f);
-  checkpoint.add("k_proj", 64, kHidden, 0.06f);
-  checkpoint.add("v_proj", 64, kHidden, 0.06f);
-  checkpoint.add("o_proj", kHidden, 192, 0.06f);
-  return checkpoint;
 }
 
 /// Hidden states of a sequence, their positions, and a layer's rows for them.
@@ -224,12 +71,12 @@ std::vector<double> expected_mla(const Model& model, const Fp8Checkpoint& file,
                            oracle::MlaForm::expanded);
 }
 
-class Fp8Model : public testing::TestWithParam<Form> {};
-INSTANTIATE_TEST_SUITE_P(, Fp8Model, testing::ValuesIn(forms()),
+class Fp8Model : public testing::TestWithParam<Fp8Form> {};
+INSTANTIATE_TEST_SUITE_P(, Fp8Model, testing::ValuesIn(fp8_forms()),
                          [](const auto& form) { return std::string(form.param.name); });
 
 TEST_P(Fp8Model, GroupsAreThoseOfTheForm) {  // F040
-  json config = mla_config();
+  json config = fp8_mla_config();
   config["quantization_config"] = GetParam().config;
   const WeightQuantization got = parse_model_config(config.dump(), "c.json").quantization;
   EXPECT_EQ(got.weights, GetParam().weights);
@@ -237,9 +84,9 @@ TEST_P(Fp8Model, GroupsAreThoseOfTheForm) {  // F040
 }
 
 TEST_P(Fp8Model, LatentLayersAgreeWithTheOracleOnTheFilesValues) {  // F046
-  const Fp8Checkpoint file = mla_checkpoint(GetParam());
+  const Fp8Checkpoint file = fp8_mla_checkpoint(GetParam());
   const TempDir dir;
-  file.write(dir, mla_config());
+  file.write(dir, fp8_mla_config());
   for (const DType dtype : {DType::f32, DType::bf16}) {
     for (const MlaAbsorption absorption : {MlaAbsorption::two_step, MlaAbsorption::full}) {
       const Model model = Model::load(dir.path(), {.dtype = dtype, .absorption = absorption});
@@ -254,9 +101,9 @@ TEST_P(Fp8Model, LatentLayersAgreeWithTheOracleOnTheFilesValues) {  // F046
 }
 
 TEST_P(Fp8Model, GroupedQueryLayersAgreeWithTheOracleOnTheFilesValues) {
-  const Fp8Checkpoint file = gqa_checkpoint(GetParam());
+  const Fp8Checkpoint file = fp8_gqa_checkpoint(GetParam());
   const TempDir dir;
-  file.write(dir, gqa_config());
+  file.write(dir, fp8_gqa_config());
   for (const DType dtype : {DType::f32, DType::bf16}) {
     const Model model = Model::load(dir.path(), {.dtype = dtype});
     const AttentionWeights& stored = model.gqa_weights(0);
@@ -278,11 +125,54 @@ TEST_P(Fp8Model, GroupedQueryLayersAgreeWithTheOracleOnTheFilesValues) {
   }
 }
 
+/// Each code times its scale in float32, rounded once.
+TEST_P(Fp8Model, TheIdentityGivesTheFilesValues) {  // F036, F359, B220
+  const Fp8Checkpoint file = fp8_mla_checkpoint(GetParam());
+  const TempDir dir;
+  file.write(dir, fp8_mla_config());
+  const Model model = Model::load(dir.path(), {});
+  const MlaWeights& w = model.mla_weights(0);
+  const struct {
+    const char* name;
+    const TensorView& codes;
+    const WeightScale& scale;
+  } projections[] = {{"q_a_proj", w.q_a_proj, w.q_a_proj_scale},
+                     {"q_b_proj", w.q_b_proj, w.q_b_proj_scale},
+                     {"kv_a_proj_with_mqa", w.kv_a_proj, w.kv_a_proj_scale},
+                     {"kv_b_proj", w.kv_b_proj, w.kv_b_proj_scale},
+                     {"o_proj", w.o_proj, w.o_proj_scale}};
+  const std::unique_ptr<ThreadPool> pool = make_std_thread_pool(2);
+  for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+    for (const auto& [name, codes, scale] : projections) {
+      const QuantizedWeight weight{codes, scale.scale, scale.groups};
+      const std::int64_t out_features = codes.shape[0], in_features = codes.shape[1];
+      const Tensor expected = Tensor::empty(dtype, {in_features, out_features});
+      const std::vector<double>& exact = file.values.at(name);
+      const std::vector<float> products(exact.begin(), exact.end());
+      copy(TensorView::of(products.data(), {out_features, in_features}).transpose(0, 1), expected);
+      const Tensor direct = dequantize_weight(weight, dtype);
+      EXPECT_EQ(test::to_doubles(expected), test::to_doubles(direct.view().transpose(0, 1)));
+
+      const Linear linear(weight, {}, dtype);
+      const Tensor identity = Tensor::zeros(dtype, {in_features, in_features});
+      for (std::int64_t i = 0; i < in_features; ++i) {
+        test::assign(identity.view().slice(0, i, i + 1).slice(1, i, i + 1), std::vector{1.});
+      }
+      const Tensor out = Tensor::empty(dtype, {in_features, out_features});
+      Workspace workspace;
+      workspace.reserve(linear.workspace_bytes(in_features));
+      linear({pool.get(), &workspace}, identity, out);
+      EXPECT_EQ(test::to_doubles(expected), test::to_doubles(out)) << name << name_of(dtype);
+    }
+  }
+}
+
 TEST_P(Fp8Model, VerificationDecodesTheFilesValues) {
-  const Fp8Checkpoint file = mla_checkpoint(GetParam()), gqa_file = gqa_checkpoint(GetParam());
+  const Fp8Checkpoint file = fp8_mla_checkpoint(GetParam());
+  const Fp8Checkpoint gqa_file = fp8_gqa_checkpoint(GetParam());
   const TempDir dir, gqa_dir;
-  file.write(dir, mla_config());
-  gqa_file.write(gqa_dir, gqa_config());
+  file.write(dir, fp8_mla_config());
+  gqa_file.write(gqa_dir, fp8_gqa_config());
   const oracle::MlaWeights mla = engine::oracle_mla_weights(Model::load(dir.path(), {}), 0);
   EXPECT_EQ(mla.q_a_proj, file.values.at("q_a_proj"));
   EXPECT_EQ(mla.q_b_proj, file.values.at("q_b_proj"));
@@ -297,9 +187,9 @@ TEST_P(Fp8Model, VerificationDecodesTheFilesValues) {
 }
 
 TEST(Fp8ModelFiles, AbsorbedWeightsMayBeRequantised) {
-  const Fp8Checkpoint file = mla_checkpoint(forms()[0]);
+  const Fp8Checkpoint file = fp8_mla_checkpoint(fp8_forms()[0]);
   const TempDir dir;
-  file.write(dir, mla_config());
+  file.write(dir, fp8_mla_config());
   const Model exact =
       Model::load(dir.path(), {.dtype = DType::f32, .absorption = MlaAbsorption::full});
   const Model model = Model::load(
@@ -314,15 +204,15 @@ TEST(Fp8ModelFiles, AbsorbedWeightsMayBeRequantised) {
 }
 
 TEST(Fp8ModelFiles, ProjectionsThatAreNotConvertedStayDense) {
-  Fp8Checkpoint file = gqa_checkpoint(forms()[0]);
+  Fp8Checkpoint file = fp8_gqa_checkpoint(fp8_forms()[0]);
   const std::string name = "model.layers.0.self_attn.k_proj";
-  file.tensors[name + ".weight"] = floats({64, kHidden}, -0.1f, 0.1f);
+  file.tensors[name + ".weight"] = random_floats({64, kHidden}, -0.1f, 0.1f);
   const TempDir dir;
-  file.write(dir, gqa_config());
+  file.write(dir, fp8_gqa_config());
   EXPECT_TRUE(mentions(error_of(ErrorCode::unsupported, [&] { Model::load(dir.path(), {}); }),
                        {"k_proj.weight_scale_inv", "the weight is not"}));
   file.tensors.erase(name + ".weight_scale_inv");
-  file.write(dir, gqa_config());
+  file.write(dir, fp8_gqa_config());
   const Model model = Model::load(dir.path(), {});
   EXPECT_EQ(model.gqa_weights(0).k_proj.dtype, DType::bf16);
   EXPECT_EQ(model.gqa_weights(0).v_proj.dtype, DType::f8e4m3fn);
@@ -330,23 +220,23 @@ TEST(Fp8ModelFiles, ProjectionsThatAreNotConvertedStayDense) {
 
 TEST(Fp8ModelFiles, WhatDoesNotFitIsNamed) {
   const std::string kv_b = "model.layers.0.self_attn.kv_b_proj.weight";
-  const auto error = [&](const Form& form, ErrorCode code,
+  const auto error = [&](const Fp8Form& form, ErrorCode code,
                          const std::function<void(FileTensors&)>& change) {
-    Fp8Checkpoint file = mla_checkpoint(form);
+    Fp8Checkpoint file = fp8_mla_checkpoint(form);
     change(file.tensors);
     const TempDir dir;
-    file.write(dir, mla_config());
+    file.write(dir, fp8_mla_config());
     return error_of(code, [&] { Model::load(dir.path(), {}); });
   };
-  const std::vector<Form> all = forms();
-  for (const Form& form : all) {
+  const std::vector<Fp8Form> all = fp8_forms();
+  for (const Fp8Form& form : all) {
     const std::string scale = kv_b + form.scale_suffix;
     EXPECT_TRUE(
         mentions(error(form, ErrorCode::corrupt_file, [&](FileTensors& t) { t.erase(scale); }),
                  {"model.safetensors", "kv_b_proj.weight_scale"}));
     EXPECT_TRUE(mentions(error(form, ErrorCode::corrupt_file,
                                [&](FileTensors& t) {
-                                 t[scale] = floats({7, 7}, 1, 2);
+                                 t[scale] = random_floats({7, 7}, 1, 2);
                                }),
                          {"kv_b_proj.weight_scale", "[7, 7]"}));
     EXPECT_TRUE(mentions(
@@ -366,7 +256,7 @@ TEST(Fp8ModelFiles, WhatDoesNotFitIsNamed) {
 
 TEST(Fp8ModelConfig, OtherMethodsFormatsAndStrategiesAreRefused) {  // F041
   const auto refused = [](const json& quantization, ErrorCode code = ErrorCode::unsupported) {
-    json config = gqa_config();
+    json config = fp8_gqa_config();
     config["quantization_config"] = quantization;
     return error_of(code, [&] { parse_model_config(config.dump(), "c.json"); });
   };
@@ -378,25 +268,29 @@ TEST(Fp8ModelConfig, OtherMethodsFormatsAndStrategiesAreRefused) {  // F041
         refused({{"quant_method", "fp8"}, {"weight_block_size", block}}, ErrorCode::corrupt_file),
         {"weight_block_size"}));
   }
-  for (const char* strategy : {"block", "group", "token"}) {
-    EXPECT_TRUE(mentions(refused(compressed(strategy)), {"strategy", strategy, "channel"}));
+  for (const char* strategy : {"group", "tensor_group", "token"}) {
+    EXPECT_TRUE(mentions(refused(compressed_tensors_config(strategy)),
+                         {"strategy", strategy, "block"}));
   }
   const auto changed = [&](const char* key, const json& value) {
-    json config = compressed("channel");
+    json config = compressed_tensors_config("channel");
     config["config_groups"]["group_0"]["weights"][key] = value;
     return config;
   };
   EXPECT_TRUE(mentions(refused(changed("num_bits", 4)), {"group_0.weights", "num_bits 4"}));
   EXPECT_TRUE(mentions(refused(changed("type", "int")), {"'int'"}));
   EXPECT_TRUE(mentions(refused(changed("symmetric", false)), {"symmetric"}));
-  json config = compressed("channel");
+  json config = compressed_tensors_config("channel");
   config["format"] = "pack-quantized";
   EXPECT_TRUE(mentions(refused(config), {"format", "pack-quantized"}));
-  config = compressed("channel");
-  config["config_groups"]["group_1"] = compressed("tensor")["config_groups"]["group_0"];
+  config = compressed_tensors_config("channel");
+  config["config_groups"]["group_1"] =
+      compressed_tensors_config("tensor")["config_groups"]["group_0"];
   EXPECT_TRUE(mentions(refused(config), {"config_groups", "different strategies"}));
   config["config_groups"] = json::object();
   EXPECT_TRUE(mentions(refused(config, ErrorCode::corrupt_file), {"config_groups is empty"}));
+  EXPECT_TRUE(mentions(refused(compressed_tensors_config("block"), ErrorCode::corrupt_file),
+                       {"block_structure"}));
 }
 
 }  // namespace

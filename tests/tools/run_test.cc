@@ -1,6 +1,7 @@
 // fovea run, from a checkpoint and a workload file to its report.
 #include <filesystem>
 
+#include "model/fp8_checkpoint.h"
 #include "support/tiny_model.h"
 #include "tools/tool.h"
 
@@ -53,6 +54,24 @@ TEST_F(Run, ServesVerifiesAndReports) {
   for (const char* key : {"version", "machine", "prefill", "gflops_per_s", "kv_groups", "drafts",
                           "prefix_hit_tokens", "preemptions", "cache_bytes", "workspace"}) {
     EXPECT_TRUE(report.contains(key)) << key;
+  }
+}
+
+TEST_F(Run, VerifiesCheckpointsInFp8) {
+  const auto verified = [&](const Fp8Form& form, const Fp8Checkpoint& checkpoint,
+                            const json& config) {
+    const TempDir model;
+    checkpoint.write(model, config);
+    const ToolResult result = run_tool({"run", "--model", model.path(), "--workload", workload_,
+                                        "--json", report_path(), "--verify", "--dtype",
+                                        "f32"});
+    ASSERT_EQ(result.exit_code, 0) << form.name << "\n" << result.out << result.err;
+    EXPECT_GT(report().at("verify").at("rows"), 0);
+    EXPECT_EQ(report().at("requests").at("finished"), 3);
+  };
+  for (const Fp8Form& form : fp8_forms()) {
+    verified(form, fp8_mla_checkpoint(form), fp8_mla_config());
+    verified(form, fp8_gqa_checkpoint(form), fp8_gqa_config());
   }
 }
 
