@@ -24,9 +24,9 @@ build: configure
 deps:
 	bash scripts/install-deps.sh
 
-# Compares live with other implementations; needs PyPI.
+# Compares live with other implementations, and tests the Python package; needs PyPI.
 parity: build
-	bash scripts/install-deps.sh python3-venv
+	bash scripts/install-deps.sh python3-venv python3-dev
 	bash tests/parity/run.sh $(RELEASE)
 
 asan-ubsan tsan: deps

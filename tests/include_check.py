@@ -94,7 +94,7 @@ def main():
             continue
         check(path, room, errors)
         checked += 1
-    for folder in ("tools", "examples", "bench"):
+    for folder in ("tools", "examples", "bench", "python"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in {".h", ".cc"}:
                 own = [parent for parent in path.parents if ROOT in parent.parents]

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Compares the layers with transformers, live: run.sh BUILD_FOLDER. Makes a virtual environment under
+# Compares the layers with transformers, live, and tests the Python package beside torch, NumPy and
+# JAX: run.sh BUILD_FOLDER. Makes a virtual environment under
 # build/ (PyPI; the CPU torch where its index answers), or takes the one that FOVEA_PARITY_VENV names.
 set -euo pipefail
 
-build=${1:?usage: run.sh BUILD_FOLDER}
+build=$(realpath "${1:?usage: run.sh BUILD_FOLDER}")
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
 recordings=$root/build/parity
@@ -28,3 +29,6 @@ rm -rf "$recordings"
 mkdir -p "$recordings"
 "$venv/bin/python" "$here/record.py" "$recordings"
 "$build/tests/parity/fovea_parity" "$recordings"
+
+"$venv/bin/pip" install --quiet "$root"
+FOVEA_CALL_TIME=$build/tests/python/fovea_call_time "$venv/bin/python" -m pytest -q "$root/tests/python"

@@ -1,0 +1,260 @@
+#include "dlpack.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <optional>
+#include <string>
+#include <unordered_map>
+
+#include "fovea/error.h"
+
+namespace fovea::python {
+namespace {
+
+using DlTensor = nb::dlpack::dltensor;
+
+// DLPack's C types (dlpack.h 1.x, github.com/dmlc/dlpack), as far as they are read here.
+constexpr int kDlCpu = 1, kDlCuda = 2, kDlCudaHost = 3;
+constexpr std::uint32_t kDlMajorVersion = 1;
+constexpr std::uint64_t kDlReadOnly = 1;
+
+struct DlVersion {
+  std::uint32_t major;
+  std::uint32_t minor;
+};
+
+struct DlManagedVersioned {
+  DlVersion version;
+  void* manager;
+  void (*deleter)(DlManagedVersioned*);
+  std::uint64_t flags;
+  DlTensor tensor;
+};
+
+/// Table of C functions that a tensor type may have as __dlpack_c_exchange_api__.
+struct DlExchangeApi {
+  DlVersion version;
+  DlExchangeApi* previous;
+  void* allocate;
+  void* managed_from_object;
+  void* managed_to_object;
+  int (*tensor_from_object)(void* object, DlTensor* out);
+  void* current_stream;
+};
+
+/// Python's str(object).
+std::string text_of(nb::handle object) { return nb::cast<std::string>(nb::str(object)); }
+
+[[noreturn]] void fail(ErrorCode code, const std::string& message) { throw Error(code, message); }
+
+std::optional<DType> dtype_of_dlpack(const nb::dlpack::dtype& dtype) {
+  if (dtype.lanes != 1) return {};
+  enum { kInt = 0, kUInt = 1, kFloat = 2, kBFloat = 4, kE4M3Fn = 10, kE5M2 = 12, kE8M0 = 14 };
+  switch (dtype.code) {
+    case kInt:
+      if (dtype.bits == 8) return DType::i8;
+      if (dtype.bits == 32) return DType::i32;
+      if (dtype.bits == 64) return DType::i64;
+      return {};
+    case kUInt:
+      return dtype.bits == 8 ? std::optional(DType::u8) : std::nullopt;
+    case kFloat:
+      if (dtype.bits == 32) return DType::f32;
+      if (dtype.bits == 16) return DType::f16;
+      return {};
+    case kBFloat:
+      return dtype.bits == 16 ? std::optional(DType::bf16) : std::nullopt;
+    case kE4M3Fn:
+      return DType::f8e4m3fn;
+    case kE5M2:
+      return DType::f8e5m2;
+    case kE8M0:
+      return DType::f8e8m0;
+    default:
+      return {};
+  }
+}
+
+std::optional<DType> dtype_of_numpy(const std::string& name) {
+  static const std::unordered_map<std::string, DType> known = {
+      {"float32", DType::f32},
+      {"float16", DType::f16},
+      {"bfloat16", DType::bf16},
+      {"float8_e4m3fn", DType::f8e4m3fn},
+      {"float8_e5m2", DType::f8e5m2},
+      {"float8_e8m0fnu", DType::f8e8m0},
+      {"int8", DType::i8},
+      {"uint8", DType::u8},
+      {"int32", DType::i32},
+      {"int64", DType::i64}};
+  const auto found = known.find(name);
+  return found == known.end() ? std::nullopt : std::optional(found->second);
+}
+
+[[noreturn]] void refuse_dtype(nb::handle object, const char* name) {
+  const std::string dtype = nb::hasattr(object, "dtype")
+                                ? text_of(object.attr("dtype"))
+                                : "a dtype of its own";
+  throw nb::type_error((std::string(name) + " is a " + name_of_type(object) + " of " + dtype +
+                        "; it must be of float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, "
+                        "float8_e8m0fnu, int8, uint8, int32 or int64")
+                           .c_str());
+}
+
+/// An address for arrays without elements, whose own is often null.
+void* address_of_nothing() {
+  alignas(64) static char nothing[64];
+  return nothing;
+}
+
+TensorView view_of(const DlTensor& tensor, nb::handle object, const char* name) {
+  if (tensor.device.device_type != kDlCpu && tensor.device.device_type != kDlCudaHost) {
+    const std::string device =
+        tensor.device.device_type == kDlCuda
+            ? "cuda:" + std::to_string(tensor.device.device_id)
+            : "a device of DLPack type " + std::to_string(tensor.device.device_type);
+    fail(ErrorCode::unsupported, std::string(name) + " is on " + device +
+                                     "; this build of fovea has no kernels for it and computes on "
+                                     "the CPU alone: pass a copy there");
+  }
+  const std::optional<DType> dtype = dtype_of_dlpack(tensor.dtype);
+  if (!dtype) refuse_dtype(object, name);
+  if (tensor.ndim > kMaxRank) {
+    fail(ErrorCode::invalid_argument, std::string(name) + " has " + std::to_string(tensor.ndim) +
+                                          " dimensions; it must have at most " +
+                                          std::to_string(kMaxRank));
+  }
+  const std::span<const std::int64_t> shape(tensor.shape, static_cast<std::size_t>(tensor.ndim));
+  TensorView view = TensorView::contiguous(
+      static_cast<char*>(tensor.data) + tensor.byte_offset, *dtype, shape);
+  for (std::size_t d = 0; tensor.strides && d < shape.size(); ++d) {
+    view.strides[d] = tensor.strides[d];
+  }
+  return view;
+}
+
+/// The table of a type, or null. Types that have one stay referenced: their addresses are keys.
+const DlExchangeApi* exchange_api(nb::handle type) {
+  static std::unordered_map<PyObject*, const DlExchangeApi*> known;
+  const auto found = known.find(type.ptr());
+  if (found != known.end()) return found->second;
+  PyObject* capsule = PyObject_GetAttrString(type.ptr(), "__dlpack_c_exchange_api__");
+  if (!capsule) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  auto* api =
+      static_cast<DlExchangeApi*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+  if (!api) PyErr_Clear();
+  while (api && api->version.major > kDlMajorVersion) api = api->previous;
+  if (api && (api->version.major != kDlMajorVersion || !api->tensor_from_object)) api = nullptr;
+  Py_DECREF(capsule);
+  if (api) known.emplace(nb::borrow(type).release().ptr(), api);
+  return api;
+}
+
+/// Turns the pending Python error into a TypeError about the argument.
+[[noreturn]] void refuse_export(nb::handle object, const char* name) {
+  const nb::python_error error;
+  throw nb::type_error((std::string(name) + " is a " + name_of_type(object) +
+                        " that DLPack cannot export: " +
+                        text_of(error.value()))
+                           .c_str());
+}
+
+ImportedTensor from_exchange_api(const DlExchangeApi& api, nb::handle object, const char* name) {
+  DlTensor tensor{};
+  if (api.tensor_from_object(object.ptr(), &tensor) != 0) refuse_export(object, name);
+  return {view_of(tensor, object, name), {}, false};
+}
+
+/// NumPy's own description, since its DLPack knows neither ml_dtypes nor read-only arrays.
+ImportedTensor from_array_interface(nb::handle object, const char* name) {
+  const std::optional<DType> dtype =
+      dtype_of_numpy(text_of(object.attr("dtype").attr("name")));
+  if (!dtype) refuse_dtype(object, name);
+  const nb::dict interface = nb::cast<nb::dict>(object.attr("__array_interface__"));
+  const nb::tuple data = nb::cast<nb::tuple>(interface["data"]);
+  const nb::tuple extents = nb::cast<nb::tuple>(interface["shape"]);
+  if (extents.size() > static_cast<std::size_t>(kMaxRank)) {
+    fail(ErrorCode::invalid_argument, std::string(name) + " has " +
+                                          std::to_string(extents.size()) +
+                                          " dimensions; it must have at most " +
+                                          std::to_string(kMaxRank));
+  }
+  std::array<std::int64_t, kMaxRank> shape{};
+  for (std::size_t d = 0; d < extents.size(); ++d) shape[d] = nb::cast<std::int64_t>(extents[d]);
+  TensorView view = TensorView::contiguous(
+      reinterpret_cast<void*>(nb::cast<std::uintptr_t>(data[0])), *dtype,
+      std::span<const std::int64_t>(shape.data(), extents.size()));
+  const nb::object strides = interface["strides"];
+  if (!strides.is_none()) {
+    const std::int64_t bytes = bytes_of(*dtype, 1);
+    for (std::size_t d = 0; d < extents.size(); ++d) {
+      const std::int64_t stride = nb::cast<std::int64_t>(strides[d]);
+      if (stride % bytes != 0) {
+        fail(ErrorCode::invalid_argument, std::string(name) + " has a stride of " +
+                                              std::to_string(stride) + " bytes; it must be a "
+                                              "multiple of its elements' " +
+                                              std::to_string(bytes));
+      }
+      view.strides[d] = stride / bytes;
+    }
+  }
+  return {view, {}, nb::cast<bool>(data[1])};
+}
+
+ImportedTensor from_dlpack(nb::handle object, const char* name) {
+  const nb::object export_tensor = object.attr("__dlpack__");
+  nb::dict versions;
+  versions["max_version"] = nb::make_tuple(kDlMajorVersion, 0);
+  nb::object capsule =
+      nb::steal(PyObject_Call(export_tensor.ptr(), nb::tuple().ptr(), versions.ptr()));
+  if (!capsule.is_valid() && PyErr_ExceptionMatches(PyExc_TypeError)) {
+    PyErr_Clear();  // Older than max_version.
+    capsule = nb::steal(PyObject_CallNoArgs(export_tensor.ptr()));
+  }
+  if (!capsule.is_valid()) refuse_export(object, name);
+  if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned")) {
+    const auto* managed = static_cast<const DlManagedVersioned*>(
+        PyCapsule_GetPointer(capsule.ptr(), "dltensor_versioned"));
+    return {view_of(managed->tensor, object, name), capsule, (managed->flags & kDlReadOnly) != 0};
+  }
+  const auto* tensor =
+      static_cast<const DlTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
+  if (!tensor) refuse_export(object, name);
+  return {view_of(*tensor, object, name), capsule, false};
+}
+
+}  // namespace
+
+std::string name_of_type(nb::handle object) {
+  const nb::handle type = object.type();
+  const std::string module = text_of(type.attr("__module__"));
+  const std::string name = text_of(type.attr("__qualname__"));
+  return module == "builtins" ? name : module + "." + name;
+}
+
+ImportedTensor import_tensor(nb::handle object, const char* name, Access access) {
+  ImportedTensor imported;
+  if (const DlExchangeApi* api = exchange_api(object.type())) {
+    imported = from_exchange_api(*api, object, name);
+  } else if (nb::hasattr(object, "__array_interface__") && nb::hasattr(object, "dtype")) {
+    imported = from_array_interface(object, name);
+  } else if (nb::hasattr(object, "__dlpack__")) {
+    imported = from_dlpack(object, name);
+  } else {
+    throw nb::type_error((std::string(name) + " is a " + name_of_type(object) +
+                          "; it must be a tensor of torch, NumPy, JAX or another library with "
+                          "__dlpack__")
+                             .c_str());
+  }
+  if (access == Access::write && imported.read_only) {
+    fail(ErrorCode::invalid_argument, std::string(name) + " is read-only; it is written to");
+  }
+  if (imported.view.numel() == 0 || !imported.view.data) imported.view.data = address_of_nothing();
+  return imported;
+}
+
+}  // namespace fovea::python

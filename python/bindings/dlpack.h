@@ -1,0 +1,31 @@
+// Tensors of other libraries as views, without copies.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "fovea/tensor.h"
+
+namespace fovea::python {
+
+namespace nb = nanobind;
+
+enum class Access { read, write };
+
+/// A view of an array of any library, and what must live as long as it is used besides the array.
+struct ImportedTensor {
+  TensorView view;
+  nb::object owner;
+  bool read_only = false;
+};
+
+/// Takes whatever has __dlpack__ (torch through its C table, which costs nanoseconds instead of
+/// microseconds) and NumPy arrays, those of ml_dtypes included. Empty arrays get an address, so
+/// that they are not taken for absent ones. Throws TypeError on what is no tensor or has a dtype
+/// that fovea lacks, ValueError on what is read-only or has too many dimensions,
+/// Error(unsupported) on other devices than the CPU; all name the argument.
+ImportedTensor import_tensor(nb::handle object, const char* name, Access access);
+
+/// "torch.Tensor", for error texts.
+std::string name_of_type(nb::handle object);
+
+}  // namespace fovea::python

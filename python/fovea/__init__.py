@@ -1,0 +1,25 @@
+"""Attention for LLM inference: MLA and grouped-query attention over paged caches, on the CPU.
+
+Tensors are those of torch, NumPy, JAX or any library with DLPack, on the CPU, and are never copied:
+float32, float16 and bfloat16 (NumPy's through ml_dtypes). Nothing here is differentiable.
+
+Errors: ValueError names the argument, what it was and what it must be; TypeError says what is no
+tensor, or has a dtype that fovea lacks; NotImplementedError says what nothing here implements,
+other devices among it. All are raised before anything is written.
+"""
+
+from fovea._core import (BatchPlan, BlockPool, Engine, GqaDims, KvCache, KvFormat, MlaDims, Model,
+                         ModelConfig, RotaryEmbedding, Runtime, Workload, default_runtime,
+                         kv_format_names, oracle_attention)
+from fovea.cache import PagedKvCache, Sequence
+from fovea.layers import AttentionLayer, MlaLayer
+from fovea.ops import (attention_decode, attention_prefill, gqa_append, kv_append, kv_gather,
+                       merge_state, mla_decode)
+
+__all__ = [
+    "AttentionLayer", "BatchPlan", "BlockPool", "Engine", "GqaDims", "KvCache", "KvFormat",
+    "MlaDims", "MlaLayer", "Model", "ModelConfig", "PagedKvCache", "RotaryEmbedding", "Runtime",
+    "Sequence", "Workload", "attention_decode", "attention_prefill", "default_runtime",
+    "gqa_append", "kv_append", "kv_format_names", "kv_gather", "merge_state", "mla_decode",
+    "oracle_attention",
+]

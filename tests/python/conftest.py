@@ -1,0 +1,25 @@
+import importlib.util
+import os
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from problems import Library  # noqa: E402
+
+LIBRARIES = [name for name in ("torch", "numpy", "jax") if importlib.util.find_spec(name)]
+
+
+@pytest.fixture(params=LIBRARIES)
+def library(request):
+    """Each installed library of tensors."""
+    return Library(request.param)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(7)
