@@ -217,8 +217,8 @@ class Verifier : public StepObserver {
   void on_layer(const LayerTrace& trace) override;
 
   std::int64_t rows() const;
-  /// Of the row norm. Stored rows in a format that loses more than the model's dtype count by what
-  /// it may lose: at the limit when they are off by that.
+  /// Of an output row's norm. Stored rows are compared element by element, as far as half a step of
+  /// their format does not explain the distance.
   double worst_relative_error() const;
   std::string worst_row() const;  ///< "layer 3, request 17, position 1203: output ...".
   /// 1e-4 (f32), 2e-3 (f16), 1.2e-2 (bf16).

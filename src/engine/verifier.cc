@@ -15,6 +15,7 @@
 #include "core/check.h"
 #include "engine/oracle_weights.h"
 #include "engine/random.h"
+#include "engine/stored_row_error.h"
 #include "fovea/block_pool.h"
 #include "fovea/engine.h"
 
@@ -80,30 +81,13 @@ struct Sample {
 };
 
 struct Finding {
-  double error = -1;  ///< Of the row norm.
+  double error = -1;  ///< As worst_relative_error.
   std::string text;
 };
 
 std::span<const double> row_of(const std::vector<double>& rows, std::size_t row,
                                std::size_t width) {
   return std::span(rows).subspan(row * width, width);
-}
-
-/// What storing may take from a row, of its norm, several channels being twenty times as large as
-/// the others: half a step of each element.
-double storing_limit(const KvFormat& format, DType dtype) {
-  switch (format.dtype) {
-    case DType::f8e4m3fn:
-      return 0.06;
-    case DType::f8e5m2:
-      return 0.12;
-    case DType::i8:
-      return 0.05;
-    case DType::i4:
-      return 0.9;
-    default:
-      return std::max(Verifier::limit(dtype), Verifier::limit(format.dtype));
-  }
 }
 
 /// A prefill's new tokens see each other as they are, where storing them loses anything.
@@ -130,10 +114,7 @@ class LayerCheck {
       : layer_(layer),
         input_layernorm_(input_layernorm),
         eps_(eps),
-        trace_(trace),
-        row_format_(engine::oracle_row_format(trace.cache->format())),
-        storing_allowance_(storing_limit(trace.cache->format(), trace.input.dtype) /
-                           Verifier::limit(trace.input.dtype)) {}
+        trace_(trace) {}
 
   /// The worst of some samples.
   Finding check(std::span<const Sample> samples) const {
@@ -154,8 +135,8 @@ class LayerCheck {
     for (std::size_t i = 0; i < samples.size(); ++i) {
       std::vector<double> seen = stored_rows(samples[i]);
       const std::size_t row_width = seen.size() / (static_cast<std::size_t>(positions[i]) + 1);
-      compare("stored row", samples[i], row_of(rows, i, row_width), std::span(seen).last(row_width),
-              worst, storing_allowance_);
+      compare_stored(samples[i], row_of(rows, i, row_width), std::span(seen).last(row_width),
+                     worst);
       if (reads_fresh_rows(trace_, samples[i].batch_index)) {
         const std::vector<double>& rows_of_chunk = fresh.at(samples[i].batch_index);
         const std::int64_t context = context_len(trace_, samples[i].batch_index);
@@ -168,8 +149,8 @@ class LayerCheck {
     }
     const std::vector<double> outputs = layer_.o_proj(attended);
     for (std::size_t i = 0; i < samples.size(); ++i) {
-      compare("output", samples[i], row_of(outputs, i, H),
-              to_doubles(trace_.output.select(0, samples[i].row)), worst);
+      compare_output(samples[i], row_of(outputs, i, H),
+                     to_doubles(trace_.output.select(0, samples[i].row)), worst);
     }
     return worst;
   }
@@ -191,19 +172,17 @@ class LayerCheck {
         rows.resize(rows.size() + width, std::numeric_limits<double>::quiet_NaN());
         continue;
       }
-      append_row(cache, row_format_, block, position, rows);
-      if (trace_.v_cache) {
-        append_row(*trace_.v_cache, engine::oracle_row_format(trace_.v_cache->format()), block,
-                   position, rows);
-      }
+      append_row(cache, block, position, rows);
+      if (trace_.v_cache) append_row(*trace_.v_cache, block, position, rows);
     }
     return rows;
   }
 
-  static void append_row(const PagedKvCache& cache, const oracle::RowFormat& format,
-                         std::int32_t block, std::int64_t position, std::vector<double>& rows) {
-    const std::vector<double> row = oracle::decode_row(
-        cache.row(block, position % cache.block_size()), cache.format().row_elements, format);
+  static void append_row(const PagedKvCache& cache, std::int32_t block, std::int64_t position,
+                         std::vector<double>& rows) {
+    const std::vector<double> row =
+        oracle::decode_row(cache.row(block, position % cache.block_size()),
+                           cache.format().row_elements, engine::oracle_row_format(cache.format()));
     rows.insert(rows.end(), row.begin(), row.end());
   }
 
@@ -234,12 +213,39 @@ class LayerCheck {
     return fresh;
   }
 
-  /// `allowance`: how many times a limit of the dtype this may be off.
-  void compare(const char* what, const Sample& sample, std::span<const double> expected,
-               std::span<const double> got, Finding& worst, double allowance = 1) const {
+  /// Keys, then values, each against what its format makes of it.
+  void compare_stored(const Sample& sample, std::span<const double> expected,
+                      std::span<const double> stored, Finding& worst) const {
+    std::size_t begin = 0;
+    for (const PagedKvCache* cache : {trace_.cache, trace_.v_cache}) {
+      if (cache == nullptr) continue;
+      const auto count = static_cast<std::size_t>(cache->format().row_elements);
+      const engine::StoredRowError found = engine::stored_row_error(
+          cache->format(), expected.subspan(begin, count), stored.subspan(begin, count));
+      if (found.error > worst.error) {
+        const std::size_t element = begin + found.element;
+        worst.error = found.error;
+        worst.text = fmt::format(
+            "{}: stored row off by {:.2e} beyond half a step of {}; element {}: expected {:.6g}, "
+            "got {:.6g}",
+            place_of(sample), found.error, cache->format().name(), element, expected[element],
+            stored[element]);
+      }
+      begin += count;
+    }
+  }
+
+  std::string place_of(const Sample& sample) const {
+    return fmt::format("layer {}, request {}, position {}", trace_.layer,
+                       trace_.request_of[static_cast<std::size_t>(sample.batch_index)],
+                       sample.position);
+  }
+
+  void compare_output(const Sample& sample, std::span<const double> expected,
+                      std::span<const double> got, Finding& worst) const {
     const double error = relative_error(expected, got);
-    if (error / allowance <= worst.error) return;
-    worst.error = error / allowance;
+    if (error <= worst.error) return;
+    worst.error = error;
     std::size_t channel = 0;
     for (std::size_t i = 0; i < expected.size(); ++i) {
       // Negated, so that a NaN is the worst.
@@ -248,18 +254,14 @@ class LayerCheck {
       }
     }
     worst.text = fmt::format(
-        "layer {}, request {}, position {}: {} off by {:.2e} of its norm; channel {}: expected "
-        "{:.6g}, got {:.6g}",
-        trace_.layer, trace_.request_of[static_cast<std::size_t>(sample.batch_index)],
-        sample.position, what, error, channel, expected[channel], got[channel]);
+        "{}: output off by {:.2e} of its norm; channel {}: expected {:.6g}, got {:.6g}",
+        place_of(sample), error, channel, expected[channel], got[channel]);
   }
 
   const engine::OracleLayer& layer_;
   std::span<const double> input_layernorm_;
   double eps_;
   const LayerTrace& trace_;
-  oracle::RowFormat row_format_;
-  double storing_allowance_;
 };
 
 }  // namespace

@@ -74,6 +74,44 @@ TEST_P(KvFormatServing, KeysAndValuesOfHeadsAreVerified) {
                  bytes_of(model.dtype(), d.k_size() + d.v_size()));
 }
 
+/// Moves every code of the rows that a step stored to a neighbour.
+class CodesOneOff : public StepObserver {
+ public:
+  void on_layer(const LayerTrace& trace) override {
+    const PagedKvCache& cache = *trace.cache;
+    const DType dtype = cache.format().dtype;
+    const std::byte lowest{static_cast<unsigned char>(dtype == DType::i4 ? 0x11 : 0x01)};
+    const std::int64_t bytes = bytes_of(dtype, cache.format().row_elements);
+    for (std::size_t i = 0; i < trace.request_of.size(); ++i) {
+      const std::int32_t* blocks =
+          trace.block_table.data + static_cast<std::int64_t>(i) * trace.block_table.stride;
+      for (std::int32_t row = trace.query_start_loc[i]; row < trace.query_start_loc[i + 1]; ++row) {
+        const std::int64_t position = trace.positions[static_cast<std::size_t>(row)];
+        std::byte* codes = cache.row(blocks[position / cache.block_size()],
+                                     position % cache.block_size());
+        for (std::int64_t byte = 0; byte < bytes; ++byte) codes[byte] ^= lowest;
+      }
+    }
+  }
+};
+
+TEST(KvFormats, CodesThatAreOneOffFailVerification) {
+  const Model model = test::make_tiny_model({.num_layers = 1});
+  const Runtime runtime({.num_threads = 2});
+  Workload prompts = small_workload();  // Decodes would see the fault in their outputs too.
+  for (RequestSpec& request : prompts.requests) request.answer_tokens = 1;
+  for (const char* name :
+       {"fp8_e4m3", "fp8_e5m2", "int8_per_token", "fp8_per_token", "int4_per_token"}) {
+    Engine engine(runtime, model, tight_options(name));
+    CodesOneOff fault;
+    Verifier verifier(model, 60, 3);
+    engine.serve(prompts, {.observers = {&fault, &verifier}, .progress = {}});
+    EXPECT_GT(verifier.worst_relative_error(), 10 * Verifier::limit(DType::f32)) << name;
+    EXPECT_NE(verifier.worst_row().find("stored row off by"), std::string::npos)
+        << verifier.worst_row();
+  }
+}
+
 TEST(KvFormats, AnUnknownFormatIsRefusedByName) {
   const Model model = test::make_tiny_model({.num_layers = 1});
   const Runtime runtime({.num_threads = 1});
