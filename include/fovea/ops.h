@@ -244,12 +244,11 @@ OutputQuant output_quant_of(const QuantizedOutput& output, std::int64_t output_d
 /// Strides of block_scale [T, groups]: column-major, each column a multiple of 16 bytes.
 std::array<std::int64_t, 2> tma_aligned_strides(std::int64_t tokens, DType dtype);
 
-/// output.out = x over its scales, rounded to nearest even and saturated. Rows from num_tokens on
+/// output.out = x over its scales, rounded to nearest even and saturated. Rows behind those of x
 /// come out as zeros with scales of zero.
 struct QuantizeOutputParams {
-  TensorView x;  ///< [T, D] compute dtype, unit innermost stride.
+  TensorView x;  ///< [at most T, D] compute dtype, unit innermost stride.
   QuantizedOutput output;
-  std::int64_t num_tokens = 0;  ///< Rows of x that are read.
 };
 void quantize_output(const OpContext& ctx, const QuantizeOutputParams& params);
 

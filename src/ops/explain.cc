@@ -76,7 +76,7 @@ std::vector<ImplementationChoice> explain_implementations(const OpContext& ctx, 
   explain(ctx, kMergeState, {{out, lse}, {out, lse}, {out, lse}, {}}, choices);
   const Tensor flat = make({kTokens, kHeads * kValue});
   const Tensor codes = Tensor::zeros(DType::f8e4m3fn, {kTokens, kHeads * kValue});
-  explain(ctx, kQuantizeOutput, {flat, {codes, {}, 1.f, 0.f, false}, kTokens}, choices);
+  explain(ctx, kQuantizeOutput, {flat, {codes, {}, 1.f, 0.f, false}}, choices);
   return choices;
 }
 

@@ -88,7 +88,7 @@ void OutputRows::clear_padding() const {
   if (kind_ != OutputQuant::nvfp4) return;
   const TensorView& scales = params_.output.block_scale;
   for (std::int64_t row = 0; row < scales.shape[0]; ++row) {
-    const std::int64_t first = row < params_.num_tokens ? num_groups_ : 0;
+    const std::int64_t first = row < params_.x.shape[0] ? num_groups_ : 0;
     for (std::int64_t g = first; g < scales.shape[1]; ++g) {
       static_cast<std::uint8_t*>(scales.data)[nvfp4_scale_offset(row, g, num_groups_)] = 0;
     }

@@ -3,6 +3,7 @@
 
 #include "ops/checks.h"
 #include "ops/dispatch.h"
+#include "ops/quantized_output.h"
 #include "quant/output_codec.h"
 
 namespace fovea {
@@ -39,20 +40,20 @@ void check_group(std::int64_t output_dim, std::int64_t groups) {
               kName, groups, output_dim);
 }
 
-void check_shapes(const QuantizeOutputParams& p, OutputQuant kind) {
+void check_shapes(const QuantizedOutput& output, OutputQuant kind, std::int64_t tokens,
+                  std::int64_t width) {
   const Argument out{kName, "out"}, block_scale{kName, "block_scale"};
-  const std::int64_t tokens = p.x.shape[0], width = p.x.shape[1];
-  const TensorView& scales = p.output.block_scale;
+  const TensorView& scales = output.block_scale;
   switch (kind) {
     case OutputQuant::fp8_per_tensor:
-      check_view(out, p.output.out, {{"T", tokens}, {"D", width}});
+      check_view(out, output.out, {{"T", tokens}, {"D", width}});
       break;
     case OutputQuant::fp8_per_group:
-      check_view(out, p.output.out, {{"T", tokens}, {"D", width}});
+      check_view(out, output.out, {{"T", tokens}, {"D", width}});
       check_view(block_scale, scales, {{"T", tokens}, {"groups"}});
       break;
     case OutputQuant::nvfp4:
-      check_view(out, p.output.out, {{"T", tokens}, {"D / 2", width / 2}});
+      check_view(out, output.out, {{"T", tokens}, {"D / 2", width / 2}});
       check_view(block_scale, scales,
                  {{"rows", round_up(tokens, kNvfp4TileRows)},
                   {"groups", round_up(width / kNvfp4Group, kNvfp4TileGroups)}});
@@ -63,25 +64,34 @@ void check_shapes(const QuantizeOutputParams& p, OutputQuant kind) {
 }
 
 void validate(const QuantizeOutputParams& p) {
-  const Argument x{kName, "x"}, out{kName, "out"}, block_scale{kName, "block_scale"};
+  const Argument x{kName, "x"};
   check_view(x, p.x, {{"T"}, {"D"}});
   check_compute_dtype(x, p.x);
   check_unit_inner_stride(x, p.x);
-  FOVEA_CHECK(p.num_tokens >= 0 && p.num_tokens <= p.x.shape[0], invalid_argument,
-              "{}: num_tokens is {}; it must be in [0, {}], the rows of x", kName, p.num_tokens,
-              p.x.shape[0]);
-  check_shapes(p, output_quant_of(p.output, p.x.shape[1]));
-  check_unit_inner_stride(out, p.output.out);
   check_data(x, p.x);
-  check_output(out, p.output.out);
-  check_disjoint(out, p.output.out, "x", p.x);
+  const TensorView& out = p.output.out;
+  const std::int64_t tokens = out.ndim == 2 ? out.shape[0] : 0;
+  check_quantized_output(p.output, tokens, p.x.shape[1]);
+  FOVEA_CHECK(p.x.shape[0] <= tokens, invalid_argument,
+              "{}: x is {}; it must have at most the {} rows of out", kName, to_string(p.x),
+              tokens);
+  check_disjoint({kName, "out"}, out, "x", p.x);
   if (p.output.block_scale.ndim == 0) return;
-  check_output(block_scale, p.output.block_scale);
-  check_disjoint(block_scale, p.output.block_scale, "x", p.x);
-  check_disjoint(block_scale, p.output.block_scale, "out", p.output.out);
+  check_disjoint({kName, "block_scale"}, p.output.block_scale, "x", p.x);
 }
 
 }  // namespace
+
+void check_quantized_output(const QuantizedOutput& output, std::int64_t tokens,
+                            std::int64_t width) {
+  const Argument out{kName, "out"}, block_scale{kName, "block_scale"};
+  check_shapes(output, output_quant_of(output, width), tokens, width);
+  check_unit_inner_stride(out, output.out);
+  check_output(out, output.out);
+  if (output.block_scale.ndim == 0) return;
+  check_output(block_scale, output.block_scale);
+  check_disjoint(block_scale, output.block_scale, "out", output.out);
+}
 
 OutputQuant output_quant_of(const QuantizedOutput& output, std::int64_t output_dim) {
   check_scale(output);

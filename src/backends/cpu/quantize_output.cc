@@ -11,7 +11,7 @@ void quantize_output(const Kernels& kernels, const OpContext& ctx,
   const auto quantize_rows = [&](std::int64_t begin, std::int64_t end) {
     alignas(64) float values[OutputRows::kMaxGroup];
     for (std::int64_t t = begin; t < end; ++t) {
-      if (t >= params.num_tokens) {
+      if (t >= params.x.shape[0]) {
         rows.clear(t);
         continue;
       }
@@ -23,7 +23,7 @@ void quantize_output(const Kernels& kernels, const OpContext& ctx,
       }
     }
   };
-  for_row_ranges(*ctx.pool, params.x.shape[0], params.x.shape[1], quantize_rows);
+  for_row_ranges(*ctx.pool, params.output.out.shape[0], params.x.shape[1], quantize_rows);
   rows.clear_padding();
 }
 

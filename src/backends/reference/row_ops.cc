@@ -241,8 +241,8 @@ void quantize_query(const OpContext&, const QuantizeQueryParams& p) {
 
 void quantize_output(const OpContext&, const QuantizeOutputParams& p) {
   const OutputRows rows(p);
-  for (std::int64_t t = 0; t < p.x.shape[0]; ++t) {
-    if (t >= p.num_tokens) {
+  for (std::int64_t t = 0; t < p.output.out.shape[0]; ++t) {
+    if (t >= p.x.shape[0]) {
       rows.clear(t);
       continue;
     }
