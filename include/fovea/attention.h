@@ -123,6 +123,11 @@ class AttentionLayer {
   /// zeros, after reserving and taking the workspace of the worst step.
   void operator()(const OpContext& ctx, const TensorView& hidden, const TensorView& out,
                   const AttentionStep& step, const GqaCache& cache) const;
+  /// The same up to o_proj, for a caller with a product of his own behind it: what attention gives,
+  /// [T, N * Dv], as quantize_output writes it. In the same workspace, of which it may leave some.
+  /// The bias and the adapters of o_proj are the caller's too.
+  void operator()(const OpContext& ctx, const TensorView& hidden, const QuantizedOutput& attended,
+                  const AttentionStep& step, const GqaCache& cache) const;
 
   /// Scratch of a step: exactly what it takes.
   std::int64_t workspace_bytes(const OpContext& ctx, const BatchPlan& plan) const;

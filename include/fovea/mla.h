@@ -78,6 +78,9 @@ struct MlaOptions {
   /// W_Q_UK and W_UV_O are FP8 too, in the groups of q_b_proj, kv_b_proj and o_proj, which must be
   /// alike. Costs accuracy: these weights are rounded once more. Full absorption only.
   bool requantize_absorbed = false;
+  /// Above 0: queries of decode, latent and rope parts as one, are f8e4m3fn under this one scale.
+  /// They saturate. Queries of prefills stay as they are.
+  float q_scale = 0.f;
 };
 
 /// kv_b_proj as the absorbed form multiplies with it: views of its memory.
@@ -89,20 +92,28 @@ struct MlaUpProjections {
 MlaUpProjections mla_up_projections(const MlaDims& dims, const TensorView& kv_b_proj,
                                     KvBOrder order);
 
+/// What MlaAttention takes besides kv_b_proj.
+struct MlaAttentionOptions {
+  KvBOrder order = KvBOrder::per_head;
+  LinearBackend linear = LinearBackend::automatic;
+  /// With MlaAbsorption::full the weights of decode are left out: the caller brings queries in the
+  /// latent space.
+  MlaAbsorption absorption = MlaAbsorption::two_step;
+  TensorView sinks = {};  ///< As in MlaWeights.
+  float q_scale = 0.f;    ///< As in MlaOptions.
+};
+
 /// Attention over already projected operands, before o_proj: expanded prefill with context chunks,
 /// absorbed decode. Immutable but for `reload`.
 class MlaAttention {
  public:
   MlaAttention() = default;
-  /// `kv_b_proj` as for mla_up_projections. With MlaAbsorption::full the weights of decode are left
-  /// out: the caller brings queries in the latent space. `sinks` as in MlaWeights.
-  MlaAttention(const MlaDims& dims, const TensorView& kv_b_proj, KvBOrder order,
-               LinearBackend linear, MlaAbsorption absorption = MlaAbsorption::two_step,
-               const TensorView& sinks = {});
+  /// `kv_b_proj` as for mla_up_projections.
+  MlaAttention(const MlaDims& dims, const TensorView& kv_b_proj,
+               const MlaAttentionOptions& options = {});
   /// FP8: keys and values are expanded from the codes; W_UK and W_UV are of `dtype`.
-  MlaAttention(const MlaDims& dims, const QuantizedWeight& kv_b_proj, DType dtype, KvBOrder order,
-               LinearBackend linear, MlaAbsorption absorption = MlaAbsorption::two_step,
-               const TensorView& sinks = {});
+  MlaAttention(const MlaDims& dims, const QuantizedWeight& kv_b_proj, DType dtype,
+               const MlaAttentionOptions& options = {});
 
   const MlaDims& dims() const { return dims_; }
   DType dtype() const { return kv_b_proj_.dtype(); }
@@ -147,8 +158,8 @@ class MlaAttention {
   void attend_chunk(const OpContext& ctx, const PrefillRows& rows, const ContextChunk& chunk,
                     const AttentionStep& step, const PagedKvCache& cache,
                     const AttentionState& context) const;
-  MlaAttention(const MlaDims& dims, const Projection& kv_b_proj, DType dtype, KvBOrder order,
-               LinearBackend linear, MlaAbsorption absorption, const TensorView& sinks);
+  MlaAttention(const MlaDims& dims, const Projection& kv_b_proj, DType dtype,
+               const MlaAttentionOptions& options);
   void reload(const Projection& kv_b_proj, KvBOrder order, const TensorView& sinks);
   Expanded split_expanded(const TensorView& kv) const;
   TensorView sinks() const { return sinks_ ? sinks_.view() : TensorView{}; }
@@ -169,6 +180,7 @@ class MlaAttention {
   BatchedLinear absorb_;  ///< q_nope [T, N, P] -> [T, N, L]; two steps only.
   BatchedLinear v_up_;    ///< Latent output [T, N, L] -> [T, N, V]; two steps only.
   Tensor sinks_;          ///< f32 [N] or absent.
+  float q_scale_ = 0.f;   ///< 0: queries are not quantised.
 };
 
 /// The whole attention layer of a model: projections, norms, rotation, attention, o_proj.
@@ -189,6 +201,11 @@ class MlaLayer {
   /// Without a plan (profile run): zeros, after reserving and taking the workspace that the worst
   /// step needs.
   void operator()(const OpContext& ctx, const TensorView& hidden, const TensorView& out,
+                  const AttentionStep& step, const PagedKvCache& cache) const;
+  /// The same up to o_proj, for a caller with a product of his own behind it: what attention gives,
+  /// [T, N * V], as quantize_output writes it. In the same workspace, of which it may leave some.
+  /// Error(unsupported) with full absorption, whose decode has no such rows.
+  void operator()(const OpContext& ctx, const TensorView& hidden, const QuantizedOutput& attended,
                   const AttentionStep& step, const PagedKvCache& cache) const;
 
   /// Scratch of a step: exactly what it takes.

@@ -9,6 +9,7 @@
 #include "layers/step.h"
 #include "layers/worst_case.h"
 #include "ops/checks.h"
+#include "ops/quantized_output.h"
 
 namespace fovea {
 namespace {
@@ -45,8 +46,7 @@ struct AttentionLayer::State {
     TensorView out;  ///< [Ta, N, Dv]
   };
 
-  void check_plan(const AttentionStep& step, const GqaCache& cache) const;
-  void check_lora_ids(const AttentionStep& step, std::int64_t tokens) const;
+  void check(const AttentionStep& step, const TensorView& hidden, const GqaCache& cache) const;
   Projected take(WorkspaceScope& scope, std::int64_t tokens) const;
   void project(const OpContext& ctx, const TensorView& hidden, const AttentionStep& step,
                const Projected& projected) const;
@@ -56,6 +56,10 @@ struct AttentionLayer::State {
               const GqaCache& cache, bool turn_keys) const;
   void attend(const OpContext& ctx, const AttentionStep& step, const Projected& projected,
               const GqaCache& cache) const;
+  /// A checked step up to attention's output, then finish(attended [Ta, N * Dv], actual step).
+  template <class Finish>
+  void run(const OpContext& ctx, const TensorView& hidden, const AttentionStep& step,
+           const GqaCache& cache, Finish&& finish) const;
 
   std::int64_t decode_bytes(const OpContext& ctx, const DecodeSchedule& schedule,
                             const AttentionVariant& variant) const;
@@ -114,17 +118,11 @@ AttentionLayer::State::State(const GqaDims& dims_, const AttentionWeights& w,
 
 // ---------------------------------------------------------------- checks
 
-void AttentionLayer::State::check_lora_ids(const AttentionStep& step, std::int64_t tokens) const {
-  check_shape("lora_ids", step.lora_ids, DType::i32, {tokens});
-  for (std::int64_t t = 0; t < step.plan->num_actual_tokens; ++t) {
-    const std::int32_t id = *step.lora_ids.ptr<std::int32_t>({t});
-    FOVEA_CHECK(id >= -1 && id < qkv_lora.num_adapters(), invalid_argument,
-                "lora_ids[{}] is {}, but must be -1 or one of the layer's {} adapters", t, id,
-                qkv_lora.num_adapters());
-  }
-}
-
-void AttentionLayer::State::check_plan(const AttentionStep& step, const GqaCache& cache) const {
+void AttentionLayer::State::check(const AttentionStep& step, const TensorView& hidden,
+                                  const GqaCache& cache) const {
+  check_step(step, hidden, dtype, dims.hidden_size, rotary.get());
+  if (step.plan == nullptr) return;
+  if (step.lora_ids) check_lora_ids(step, hidden.shape[0], qkv_lora.num_adapters());
   FOVEA_CHECK(step.plan->paged_context, invalid_argument,
               "plan was made for context chunks, but this layer needs ContextPlanKind::paged");
   check_heads_cache(kName, &cache.k, dims.num_kv_heads, dims.head_dim, "Hk * D", "cache.k");
@@ -219,6 +217,30 @@ void AttentionLayer::State::attend(const OpContext& ctx, const AttentionStep& st
                           .sinks = sinks_view()});
 }
 
+template <class Finish>
+void AttentionLayer::State::run(const OpContext& ctx, const TensorView& hidden,
+                                const AttentionStep& step, const GqaCache& cache,
+                                Finish&& finish) const {
+  AttentionStep actual = step;  // Without the padding rows.
+  const std::int64_t tokens = step.plan->num_actual_tokens;
+  if (rotary) {
+    const TensorView positions = flat_positions(step.positions);
+    actual.positions = positions.slice(positions.ndim - 1, 0, tokens);
+  }
+  if (step.slot_mapping) actual.slot_mapping = step.slot_mapping.slice(0, 0, tokens);
+  if (step.lora_ids) actual.lora_ids = step.lora_ids.slice(0, 0, tokens);
+
+  WorkspaceScope scope(*ctx.workspace);
+  const Projected p = take(scope, tokens);
+  project(ctx, hidden.slice(0, 0, tokens), actual, p);
+  // New tokens of prefills are read as they are, turned, where the cache would round them.
+  const bool on_append = rotates_on_append && stores_as_is(cache);
+  prepare_keys(ctx, actual, p, rotary && !on_append);
+  if (actual.slot_mapping) append(ctx, actual, p, cache, on_append);
+  attend(ctx, actual, p, cache);
+  finish(p.out.fuse(1), actual);
+}
+
 // ---------------------------------------------------------------- workspace
 
 std::int64_t AttentionLayer::State::decode_bytes(const OpContext& ctx,
@@ -289,36 +311,35 @@ void AttentionLayer::operator()(const OpContext& ctx, const TensorView& hidden,
                                 const TensorView& out, const AttentionStep& step,
                                 const GqaCache& cache) const {
   const State& s = *state_;
-  check_step(step, hidden, out, s.dtype, s.dims.hidden_size, s.rotary.get());
+  s.check(step, hidden, cache);
+  check_rows("out", out, s.dtype, {hidden.shape[0], s.dims.hidden_size});
   if (step.plan == nullptr) {
     take_worst_case(ctx, workspace_bytes(ctx, step.profile_limits));
     return fill_zero(out);
   }
-  if (step.lora_ids) s.check_lora_ids(step, hidden.shape[0]);
-  s.check_plan(step, cache);
   check_workspace(ctx, workspace_bytes(ctx, *step.plan));
+  s.run(ctx, hidden, step, cache, [&](const TensorView& attended, const AttentionStep& actual) {
+    const TensorView rows = out.slice(0, 0, attended.shape[0]);
+    s.o_proj(ctx, attended, rows);  // [Ta, N * Dv] -> [Ta, H]
+    if (actual.lora_ids && s.o_lora) s.o_lora(ctx, attended, actual.lora_ids, rows);
+    fill_zero(out.slice(0, attended.shape[0], out.shape[0]));
+  });
+}
 
-  AttentionStep actual = step;  // Without the padding rows.
-  const std::int64_t tokens = step.plan->num_actual_tokens;
-  if (s.rotary) {
-    const TensorView positions = flat_positions(step.positions);
-    actual.positions = positions.slice(positions.ndim - 1, 0, tokens);
+void AttentionLayer::operator()(const OpContext& ctx, const TensorView& hidden,
+                                const QuantizedOutput& attended, const AttentionStep& step,
+                                const GqaCache& cache) const {
+  const State& s = *state_;
+  s.check(step, hidden, cache);
+  check_quantized_output(attended, hidden.shape[0], s.dims.out_size());
+  if (step.plan == nullptr) {
+    take_worst_case(ctx, workspace_bytes(ctx, step.profile_limits));
+    return quantize_output(ctx, {shape_only(s.dtype, {0, s.dims.out_size()}), attended});
   }
-  if (step.slot_mapping) actual.slot_mapping = step.slot_mapping.slice(0, 0, tokens);
-  if (step.lora_ids) actual.lora_ids = step.lora_ids.slice(0, 0, tokens);
-
-  WorkspaceScope scope(*ctx.workspace);
-  const State::Projected p = s.take(scope, tokens);
-  s.project(ctx, hidden.slice(0, 0, tokens), actual, p);
-  // New tokens of prefills are read as they are, turned, where the cache would round them.
-  const bool on_append = s.rotates_on_append && s.stores_as_is(cache);
-  s.prepare_keys(ctx, actual, p, s.rotary && !on_append);
-  if (actual.slot_mapping) s.append(ctx, actual, p, cache, on_append);
-  s.attend(ctx, actual, p, cache);
-  const TensorView attended = p.out.fuse(1), rows = out.slice(0, 0, tokens);
-  s.o_proj(ctx, attended, rows);  // [Ta, N * Dv] -> [Ta, H]
-  if (actual.lora_ids && s.o_lora) s.o_lora(ctx, attended, actual.lora_ids, rows);
-  fill_zero(out.slice(0, tokens, out.shape[0]));
+  check_workspace(ctx, workspace_bytes(ctx, *step.plan));
+  s.run(ctx, hidden, step, cache, [&](const TensorView& rows, const AttentionStep&) {
+    quantize_output(ctx, {rows, attended});
+  });
 }
 
 std::int64_t AttentionLayer::workspace_bytes(const OpContext& ctx, const BatchPlan& plan) const {

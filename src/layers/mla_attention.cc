@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "core/check.h"
@@ -61,29 +62,29 @@ void copy_state(const OpContext& ctx, const AttentionState& from, const Attentio
 }  // namespace
 
 MlaAttention::MlaAttention(const MlaDims& dims, const Projection& kv_b_proj, DType dtype,
-                           KvBOrder order, LinearBackend linear, MlaAbsorption absorption,
-                           const TensorView& sinks)
-    : dims_(dims.validated()), order_(order) {
-  if (sinks) check_any_dtype("sinks", sinks, {dims_.num_heads});
-  sinks_ = sinks_in_f32(sinks);
-  mla_up_projections(dims_, kv_b_proj.weight, order);  // Says what is wrong with the shape.
-  kv_b_proj_ = make_linear(kv_b_proj, {}, dtype, linear);
-  if (absorption == MlaAbsorption::full) return;
+                           const MlaAttentionOptions& options)
+    : dims_(dims.validated()), order_(options.order), q_scale_(options.q_scale) {
+  FOVEA_CHECK(q_scale_ >= 0 && std::isfinite(q_scale_), invalid_argument,
+              "q_scale is {}, but must be positive and finite, or 0 for queries as they are",
+              q_scale_);
+  if (options.sinks) check_any_dtype("sinks", options.sinks, {dims_.num_heads});
+  sinks_ = sinks_in_f32(options.sinks);
+  mla_up_projections(dims_, kv_b_proj.weight, order_);  // Says what is wrong with the shape.
+  kv_b_proj_ = make_linear(kv_b_proj, {}, dtype, options.linear);
+  if (options.absorption == MlaAbsorption::full) return;
   const DenseWeight dense(kv_b_proj, dtype);
-  const MlaUpProjections up = mla_up_projections(dims_, dense, order);
-  absorb_ = BatchedLinear(up.w_uk, linear);
-  v_up_ = BatchedLinear(up.w_uv, linear);
+  const MlaUpProjections up = mla_up_projections(dims_, dense, order_);
+  absorb_ = BatchedLinear(up.w_uk, options.linear);
+  v_up_ = BatchedLinear(up.w_uv, options.linear);
 }
 
-MlaAttention::MlaAttention(const MlaDims& dims, const TensorView& kv_b_proj, KvBOrder order,
-                           LinearBackend linear, MlaAbsorption absorption, const TensorView& sinks)
-    : MlaAttention(dims, dense_kv_b(kv_b_proj), kv_b_proj.dtype, order, linear, absorption, sinks) {
-}
+MlaAttention::MlaAttention(const MlaDims& dims, const TensorView& kv_b_proj,
+                           const MlaAttentionOptions& options)
+    : MlaAttention(dims, dense_kv_b(kv_b_proj), kv_b_proj.dtype, options) {}
 
 MlaAttention::MlaAttention(const MlaDims& dims, const QuantizedWeight& kv_b_proj, DType dtype,
-                           KvBOrder order, LinearBackend linear, MlaAbsorption absorption,
-                           const TensorView& sinks)
-    : MlaAttention(dims, quantized_kv_b(kv_b_proj), dtype, order, linear, absorption, sinks) {}
+                           const MlaAttentionOptions& options)
+    : MlaAttention(dims, quantized_kv_b(kv_b_proj), dtype, options) {}
 
 void MlaAttention::reload(const TensorView& kv_b_proj, KvBOrder order, const TensorView& sinks) {
   reload(dense_kv_b(kv_b_proj), order, sinks);
@@ -218,6 +219,13 @@ void MlaAttention::decode(const OpContext& ctx, const Operands& o, const Attenti
     params.q_pe = q.slice(2, P, dims_.qk_head_dim());
     params.out = scope.take(dtype(), {tokens, N, L});
     absorb_(ctx, q.slice(2, 0, P), params.q_latent);  // [Td, N, P] -> [Td, N, L]
+  }
+  if (q_scale_ > 0) {
+    const TensorView codes = scope.take(DType::f8e4m3fn, {tokens, N, dims_.latent_dim()});
+    quantize_query(ctx, {params.q_latent, params.q_pe, codes, q_scale_});
+    params.q_latent = codes.slice(2, 0, L);
+    params.q_pe = codes.slice(2, L, dims_.latent_dim());
+    params.q_scale = q_scale_;
   }
   mla_decode(ctx, params);
   if (!absorbed) v_up_(ctx, params.out, o.out.slice(0, 0, tokens));  // -> [Td, N, V]

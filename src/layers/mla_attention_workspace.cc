@@ -49,9 +49,13 @@ std::int64_t MlaAttention::decode_bytes(const OpContext& ctx, const DecodeSchedu
   const std::int64_t N = dims_.num_heads, L = dims_.kv_lora_rank, R = dims_.qk_rope_head_dim;
   const std::int64_t rows = schedule.query_start_loc.back();
   const PagedKvCache cache = format_only({dtype(), dims_.latent_dim()});
+  const DType q_dtype = q_scale_ > 0 ? DType::f8e4m3fn : dtype();
+  const std::int64_t codes =
+      q_scale_ > 0 ? rounded_bytes(DType::f8e4m3fn, tokens * N * dims_.latent_dim()) : 0;
   const std::int64_t attention =
-      fovea::workspace_bytes(ctx, MlaDecodeParams{.q_latent = shape_only(dtype(), {rows, N, L}),
-                                                  .q_pe = shape_only(dtype(), {rows, N, R}),
+      codes +
+      fovea::workspace_bytes(ctx, MlaDecodeParams{.q_latent = shape_only(q_dtype, {rows, N, L}),
+                                                  .q_pe = shape_only(q_dtype, {rows, N, R}),
                                                   .cache = &cache,
                                                   .block_table = {},
                                                   .out = shape_only(dtype(), {rows, N, L}),
@@ -60,10 +64,11 @@ std::int64_t MlaAttention::decode_bytes(const OpContext& ctx, const DecodeSchedu
                                                   .variant = variant,
                                                   .sm_scale = dims_.sm_scale,
                                                   .sinks = sinks(),
-                                                  .q_scale = 0.f});
+                                                  .q_scale = q_scale_});
   if (!absorb_) return attention;
   return 2 * rounded_bytes(dtype(), tokens * N * L) +
-         std::max({attention, absorb_.workspace_bytes(tokens), v_up_.workspace_bytes(tokens)});
+         std::max({attention, absorb_.workspace_bytes(tokens),
+                   codes + v_up_.workspace_bytes(tokens)});
 }
 
 std::int64_t MlaAttention::workspace_bytes(const OpContext& ctx, const BatchPlan& plan) const {

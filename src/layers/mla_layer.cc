@@ -8,6 +8,7 @@
 #include "layers/mla_weights.h"
 #include "layers/rows.h"
 #include "layers/step.h"
+#include "ops/quantized_output.h"
 
 namespace fovea {
 namespace {
@@ -59,6 +60,10 @@ struct MlaLayer::State {
               const Projected& projected) const;
   void finish(const OpContext& ctx, const StepRows& rows, const Projected& projected,
               const TensorView& out) const;
+  /// A checked step up to attention's output, then finish(rows, projected) with what finds it.
+  template <class Finish>
+  void run(const OpContext& ctx, const TensorView& hidden, const AttentionStep& step,
+           const PagedKvCache& cache, Finish&& finish) const;
   TensorView latent_rows(const Projected& projected) const {
     return projected.fused_a.slice(1, dims.q_lora_rank, dims.q_lora_rank + dims.latent_dim());
   }
@@ -100,10 +105,14 @@ MlaLayer::State::State(const MlaDims& dims_, const MlaWeights& w,
   if (dims.q_lora_rank > 0) q_a_layernorm = copy_of(w.q_a_layernorm);
   kv_a_layernorm = copy_of(w.kv_a_layernorm);
   q_b_proj = make_linear(p.q_b, {}, dtype, options.linear);
-  attention = p.kv_b.is_quantized() ? MlaAttention(dims, p.kv_b.quantized(), dtype, w.kv_b_order,
-                                                   options.linear, options.absorption, w.sinks)
-                                    : MlaAttention(dims, w.kv_b_proj, w.kv_b_order, options.linear,
-                                                   options.absorption, w.sinks);
+  const MlaAttentionOptions attention_options{.order = w.kv_b_order,
+                                              .linear = options.linear,
+                                              .absorption = options.absorption,
+                                              .sinks = w.sinks,
+                                              .q_scale = options.q_scale};
+  attention = p.kv_b.is_quantized()
+                  ? MlaAttention(dims, p.kv_b.quantized(), dtype, attention_options)
+                  : MlaAttention(dims, w.kv_b_proj, attention_options);
   o_proj = make_linear(p.o, w.o_bias, dtype, options.linear);
   if (options.absorption == MlaAbsorption::two_step) return;
   const AbsorbedWeights absorbed = absorb(dims, w, dtype, options.requantize_absorbed);
@@ -214,6 +223,30 @@ void MlaLayer::State::finish(const OpContext& ctx, const StepRows& rows, const P
   o_proj(ctx, p.out.fuse(1), out.slice(0, rows.decodes, rows.tokens));
 }
 
+template <class Finish>
+void MlaLayer::State::run(const OpContext& ctx, const TensorView& hidden, const AttentionStep& step,
+                          const PagedKvCache& cache, Finish&& finish) const {
+  const StepRows rows{step.plan->num_actual_tokens, step.plan->split.num_decode_tokens};
+  WorkspaceScope scope(*ctx.workspace);
+  const Projected p = take(scope, rows);
+  project(ctx, hidden.slice(0, 0, rows.tokens), rows, p);
+  if (rotary) rotate(ctx, rows, flat_positions(step.positions), p);
+
+  AttentionStep actual = step;  // Without the padding rows.
+  if (step.slot_mapping) actual.slot_mapping = step.slot_mapping.slice(0, 0, rows.tokens);
+  const TensorView latent = latent_rows(p);
+  attention(ctx,
+            {.q = p.q,
+             .kv_c = latent.slice(1, 0, dims.kv_lora_rank),
+             .k_pe = latent.slice(1, dims.kv_lora_rank, dims.latent_dim()),
+             .out = p.out,
+             .decode_q_latent = p.decode_q_latent,
+             .decode_q_pe = p.decode_q_pe,
+             .decode_out_latent = p.decode_out_latent},
+            actual, cache);
+  finish(rows, p);
+}
+
 // ---------------------------------------------------------------- the layer
 
 MlaLayer::MlaLayer(const MlaDims& dims, const MlaWeights& weights,
@@ -229,32 +262,37 @@ DType MlaLayer::dtype() const { return state_->dtype; }
 void MlaLayer::operator()(const OpContext& ctx, const TensorView& hidden, const TensorView& out,
                           const AttentionStep& step, const PagedKvCache& cache) const {
   const State& s = *state_;
-  check_step(step, hidden, out, s.dtype, s.dims.hidden_size, s.rotary.get());
+  check_step(step, hidden, s.dtype, s.dims.hidden_size, s.rotary.get());
+  check_rows("out", out, s.dtype, {hidden.shape[0], s.dims.hidden_size});
   if (step.plan == nullptr) {
     take_worst_case(ctx, workspace_bytes(ctx, step.profile_limits));
     return fill_zero(out);
   }
   check_workspace(ctx, workspace_bytes(ctx, *step.plan));
-  const State::StepRows rows{step.plan->num_actual_tokens, step.plan->split.num_decode_tokens};
-  WorkspaceScope scope(*ctx.workspace);
-  const State::Projected p = s.take(scope, rows);
-  s.project(ctx, hidden.slice(0, 0, rows.tokens), rows, p);
-  if (s.rotary) s.rotate(ctx, rows, flat_positions(step.positions), p);
+  s.run(ctx, hidden, step, cache, [&](const State::StepRows& rows, const State::Projected& p) {
+    s.finish(ctx, rows, p, out.slice(0, 0, rows.tokens));
+    fill_zero(out.slice(0, rows.tokens, out.shape[0]));
+  });
+}
 
-  AttentionStep actual = step;  // Without the padding rows.
-  if (step.slot_mapping) actual.slot_mapping = step.slot_mapping.slice(0, 0, rows.tokens);
-  const TensorView latent = s.latent_rows(p);
-  s.attention(ctx,
-              {.q = p.q,
-               .kv_c = latent.slice(1, 0, s.dims.kv_lora_rank),
-               .k_pe = latent.slice(1, s.dims.kv_lora_rank, s.dims.latent_dim()),
-               .out = p.out,
-               .decode_q_latent = p.decode_q_latent,
-               .decode_q_pe = p.decode_q_pe,
-               .decode_out_latent = p.decode_out_latent},
-              actual, cache);
-  s.finish(ctx, rows, p, out.slice(0, 0, rows.tokens));
-  fill_zero(out.slice(0, rows.tokens, out.shape[0]));
+void MlaLayer::operator()(const OpContext& ctx, const TensorView& hidden,
+                          const QuantizedOutput& attended, const AttentionStep& step,
+                          const PagedKvCache& cache) const {
+  const State& s = *state_;
+  const std::int64_t width = s.dims.num_heads * s.dims.v_head_dim;
+  FOVEA_CHECK(!s.is_full(), unsupported,
+              "attended is asked of a layer with absorption full, but must be of one with "
+              "two_step: W_UV_O holds o_proj");
+  check_step(step, hidden, s.dtype, s.dims.hidden_size, s.rotary.get());
+  check_quantized_output(attended, hidden.shape[0], width);
+  if (step.plan == nullptr) {
+    take_worst_case(ctx, workspace_bytes(ctx, step.profile_limits));
+    return quantize_output(ctx, {shape_only(s.dtype, {0, width}), attended});
+  }
+  check_workspace(ctx, workspace_bytes(ctx, *step.plan));
+  s.run(ctx, hidden, step, cache, [&](const State::StepRows&, const State::Projected& p) {
+    quantize_output(ctx, {p.out.fuse(1), attended});
+  });
 }
 
 std::int64_t MlaLayer::workspace_bytes(const OpContext& ctx, const BatchPlan& plan) const {

@@ -35,11 +35,10 @@ TensorView flat_positions(const TensorView& positions) {
   return positions.ndim == 2 && positions.shape[0] == 1 ? positions.select(0, 0) : positions;
 }
 
-void check_step(const AttentionStep& step, const TensorView& hidden, const TensorView& out,
-                DType dtype, std::int64_t hidden_size, const RotaryEmbedding* rotary) {
+void check_step(const AttentionStep& step, const TensorView& hidden, DType dtype,
+                std::int64_t hidden_size, const RotaryEmbedding* rotary) {
   const std::int64_t tokens = hidden.ndim == 2 ? hidden.shape[0] : 0;
   check_rows("hidden", hidden, dtype, {tokens, hidden_size});
-  check_rows("out", out, dtype, {tokens, hidden_size});
   if (step.plan == nullptr) return;
   FOVEA_CHECK(step.plan->num_actual_tokens <= tokens, invalid_argument,
               "hidden is {}, but must have the {} rows of the plan", to_string(hidden),
@@ -48,6 +47,16 @@ void check_step(const AttentionStep& step, const TensorView& hidden, const Tenso
     check_positions(flat_positions(step.positions), tokens, rotary->config().sections.multi_axis());
   }
   if (step.slot_mapping) check_indices("slot_mapping", step.slot_mapping, tokens);
+}
+
+void check_lora_ids(const AttentionStep& step, std::int64_t tokens, std::int64_t num_adapters) {
+  check_shape("lora_ids", step.lora_ids, DType::i32, {tokens});
+  for (std::int64_t t = 0; t < step.plan->num_actual_tokens; ++t) {
+    const std::int32_t id = *step.lora_ids.ptr<std::int32_t>({t});
+    FOVEA_CHECK(id >= -1 && id < num_adapters, invalid_argument,
+                "lora_ids[{}] is {}, but must be -1 or one of the layer's {} adapters", t, id,
+                num_adapters);
+  }
 }
 
 BlockTableView requests_from(const BlockTableView& table, std::int64_t first,

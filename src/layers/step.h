@@ -12,10 +12,13 @@ namespace fovea {
 /// [1, T] as [T]; others as they are.
 TensorView flat_positions(const TensorView& positions);
 
-/// hidden and out are [T, H] and, but for a profile run, have the plan's rows; positions and slots
-/// are there for each of them. Without `rotary` there are no positions to check.
-void check_step(const AttentionStep& step, const TensorView& hidden, const TensorView& out,
-                DType dtype, std::int64_t hidden_size, const RotaryEmbedding* rotary);
+/// hidden is [T, H] and, but for a profile run, has the plan's rows; positions and slots are there
+/// for each of them. Without `rotary` there are no positions to check.
+void check_step(const AttentionStep& step, const TensorView& hidden, DType dtype,
+                std::int64_t hidden_size, const RotaryEmbedding* rotary);
+
+/// lora_ids are there for each of `tokens` rows, and those of the plan's rows are -1 or an adapter.
+void check_lora_ids(const AttentionStep& step, std::int64_t tokens, std::int64_t num_adapters);
 
 /// The table's rows of `requests` requests from `first` on.
 BlockTableView requests_from(const BlockTableView& table, std::int64_t first,

@@ -279,12 +279,12 @@ TEST(MlaLayer, EveryLinearBackendAndEveryOpBackend) {
 TEST(MlaLayer, CacheOfAnotherDtype) {
   // Stored rows are rounded to bf16; what new tokens make of each other is not.
   WorldOptions options;
-  options.cache_dtype = DType::bf16;
+  options.kv_format = "bf16";
   World narrow(options, {40});
   narrow.run({{0, 20}});
   narrow.run({{0, 17}});
   options.dtype = DType::bf16;
-  options.cache_dtype = DType::f32;
+  options.kv_format = "f32";
   World wide(options, kMixedLengths);
   serve_mixed(wide);
 }

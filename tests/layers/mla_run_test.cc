@@ -288,7 +288,7 @@ TEST(MlaAttentionCall, RotatedOutsideEqualsRotatedInTheLayer) {
   test::assign(q.view().slice(0, 0, 12), oracle::mla_queries(w, hidden, positions));
   test::assign(kv.view().slice(0, 0, 12), oracle::mla_latent_rows(w, hidden, positions));
   const MlaAttention attention(world.layer().dims(), world.weights().views().kv_b_proj,
-                               KvBOrder::per_head, LinearBackend::plain);
+                               {.linear = LinearBackend::plain});
   ctx.workspace->reserve(attention.workspace_bytes(ctx, s.plan));
   attention(
       ctx,

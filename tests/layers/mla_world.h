@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "engine/oracle_weights.h"
+#include "engine/stored_row_error.h"
 #include "fovea/mla.h"
 #include "fovea/oracle.h"
 #include "fovea/runtime.h"
@@ -28,11 +30,13 @@ namespace fovea::test {
 struct WorldOptions {
   LayerShape shape;
   DType dtype = DType::f32;
-  DType cache_dtype = DType::u8;  ///< u8 stands for dtype.
+  std::string kv_format = "";  ///< Empty: that of dtype.
+  float kv_scale = 1;          ///< Of formats with one scale.
   KvBOrder order = KvBOrder::per_head;
   MlaAbsorption absorption = MlaAbsorption::two_step;
   LinearBackend linear = LinearBackend::automatic;
   bool requantize_absorbed = false;
+  float q_scale = 0;
   double output_limit = 0;  ///< Of the row norm; 0: relative_limit() of dtype.
   std::string backend = "auto";
   AttentionVariant variant = {};
@@ -68,17 +72,19 @@ class World {
         layer_(dims_of(options), weights_.views(), rotary_,
                {.absorption = options.absorption,
                 .linear = options.linear,
-                .requantize_absorbed = options.requantize_absorbed}),
+                .requantize_absorbed = options.requantize_absorbed,
+                .q_scale = options.q_scale}),
         sequences_(std::move(lengths), {.dtype = options.dtype,
                                         .hidden_size = options.shape.hidden,
                                         .block_size = options.block_size,
                                         .seed = seed,
                                         .block_seed = options.block_seed}) {
     set_oracle_rotary();
-    cache_ = make_cache(
-        {.dtype = options.cache_dtype == DType::u8 ? options.dtype : options.cache_dtype,
-         .row_elements = options.shape.latent + options.shape.rope},
-        sequences_.num_blocks(), options.block_size, cache_memory_);
+    const std::string kv_format =
+        options.kv_format.empty() ? std::string(name_of(options.dtype)) : options.kv_format;
+    cache_ = make_cache(latent_format(kv_format, options.shape.latent, options.shape.rope,
+                                      {options.kv_scale, options.kv_scale}),
+                        sequences_.num_blocks(), options.block_size, cache_memory_);
   }
 
   const MlaLayer& layer() const { return layer_; }
@@ -93,10 +99,12 @@ class World {
   }
   /// Stored rows of a sequence so far, [done, L + R].
   std::vector<double> stored_rows(std::size_t sequence) const {
+    const KvFormat& format = cache_.format();
     std::vector<double> rows;
     for (std::int32_t t = 0; t < done(sequence); ++t) {
-      const std::int64_t slot = sequences_.slot_of(sequence, t);
-      const std::vector<double> row = to_doubles(stored_row(cache_, slot));
+      const std::vector<double> row =
+          oracle::decode_row(cache_.slot(sequences_.slot_of(sequence, t)), format.row_elements,
+                             engine::oracle_row_format(format));
       rows.insert(rows.end(), row.begin(), row.end());
     }
     return rows;
@@ -141,8 +149,9 @@ class World {
   void run(const std::vector<Extend>& extends) {
     Step s = prepare(extends);
     run_step(layer_, context(), s, cache_);
-    sequences_.advance(extends, *s.out, [this](const Extend& extend, const TensorView& out) {
-      accept(extend, out);
+    std::int32_t request = 0;
+    sequences_.advance(extends, *s.out, [&](const Extend& extend, const TensorView& out) {
+      accept(extend, request++ < s.plan.split.num_decodes, out);
     });
   }
 
@@ -192,7 +201,7 @@ class World {
     twin.sm_scale *= std::pow(oracle::yarn_mscale(yarn.factor, yarn.mscale_all_dim), 2);
   }
   /// `out`: the layer's rows of a sequence's newest tokens, already stored.
-  void accept(const Extend& extend, const TensorView& out) {
+  void accept(const Extend& extend, bool is_decode, const TensorView& out) {
     const std::size_t i = extend.sequence;
     const std::int32_t end = done(i), begin = end - extend.tokens;
     std::vector<std::int64_t> positions;
@@ -206,13 +215,16 @@ class World {
     for (std::int32_t t = begin; t < end; ++t) {
       const std::span<const double> expected = std::span(fresh).subspan(
           static_cast<std::size_t>(t - begin) * row_elements, row_elements);
-      EXPECT_TRUE(
-          rows_close(expected, stored_row(cache_, sequences_.slot_of(i, t)),
-                     {relative_limit(options_.dtype) + relative_limit(cache_.format().dtype), 0}))
-          << "stored row of sequence " << i << ", token " << t;
+      const auto stored = std::span(rows).subspan(static_cast<std::size_t>(t) * row_elements,
+                                                  row_elements);
+      const engine::StoredRowError found =
+          engine::stored_row_error(cache_.format(), expected, stored);
+      EXPECT_LE(found.error, relative_limit(options_.dtype))
+          << "stored row of sequence " << i << ", token " << t << ", element " << found.element
+          << ": expected " << expected[found.element] << ", got " << stored[found.element];
     }
-    // New tokens attend to each other as they were before they were stored.
-    if (cache_.format().dtype != options_.dtype) {
+    // New tokens of prefills attend to each other as they were before they were stored.
+    if (!is_decode && cache_.format().dtype != options_.dtype) {
       std::copy(fresh.begin(), fresh.end(),
                 rows.begin() +
                     static_cast<std::ptrdiff_t>(begin) * static_cast<std::ptrdiff_t>(row_elements));
@@ -220,12 +232,16 @@ class World {
     const bool plain =
         options_.variant == AttentionVariant{} && !options_.shape.sinks && extend.tree.empty();
     const std::vector<double> expected =
-        plain ? oracle::mla_layer(
-                    weights_.oracle(), hidden, positions, rows,
-                    extend.tokens > 4 ? oracle::MlaForm::expanded : oracle::MlaForm::absorbed)
-              : test::mla_layer_by_rules(weights_.oracle(),
-                                         {options_.variant, weights_.sinks(), extend.tree}, hidden,
-                                         positions, rows);
+        is_decode && options_.q_scale > 0
+            ? mla_layer_with_fp8_queries(weights_.oracle(), static_cast<double>(options_.q_scale),
+                                         hidden, positions, rows)
+        : plain
+            ? oracle::mla_layer(
+                  weights_.oracle(), hidden, positions, rows,
+                  extend.tokens > 4 ? oracle::MlaForm::expanded : oracle::MlaForm::absorbed)
+            : test::mla_layer_by_rules(weights_.oracle(),
+                                       {options_.variant, weights_.sinks(), extend.tree}, hidden,
+                                       positions, rows);
     const double limit =
         options_.output_limit > 0 ? options_.output_limit : relative_limit(options_.dtype);
     EXPECT_TRUE(rows_close(expected, out, {limit, 0}))
