@@ -42,6 +42,7 @@ HEADER_ROOM = {
     "op_context": "ops",
     "ops": "ops",
     "runtime": "api",
+    "fovea": "api",
     "machine": "api",
     "oracle": "oracle",
     "linear": "linear",
