@@ -19,7 +19,14 @@ from fovea.ops import (attention_decode, attention_prefill, gqa_append, kv_appen
 __all__ = [
     "AttentionLayer", "BatchPlan", "BlockPool", "Engine", "GqaDims", "KvCache", "KvFormat",
     "MlaDims", "MlaLayer", "Model", "ModelConfig", "PagedKvCache", "RotaryEmbedding", "Runtime",
-    "Sequence", "Workload", "attention_decode", "attention_prefill", "default_runtime",
+    "Sequence", "Workload", "attention_decode", "attention_prefill", "check", "default_runtime",
     "gqa_append", "kv_append", "kv_format_names", "kv_gather", "merge_state", "mla_decode",
     "oracle_attention",
 ]
+
+
+def __getattr__(name):
+    if name == "check":  # Needs NumPy, which the rest does not.
+        from fovea.checking import check
+        return check
+    raise AttributeError(f"module 'fovea' has no attribute {name!r}")
