@@ -38,11 +38,15 @@ struct WeightGroups {
 };
 
 /// A weight as checkpoints store it: value = code * scale of its group. What they call
-/// weight_scale_inv (DeepSeek-V3) and weight_scale (compressed-tensors) is `scale` here.
+/// weight_scale_inv (DeepSeek-V3) and weight_scale (compressed-tensors) is `scale` here. Either FP8
+/// or MXFP4, the OCP microscaling format, which u8 codes stand for.
 struct QuantizedWeight {
-  TensorView codes;  ///< [out_features, in_features] f8e4m3fn, unit innermost stride.
-  TensorView scale;  ///< [ceil(out_features / out), ceil(in_features / in)] f32, bf16 or f16.
-  WeightGroups groups;
+  /// FP8: f8e4m3fn [out_features, in_features]. MXFP4: u8 [out_features, in_features / 2], two
+  /// f4e2m1 each, low nibble first. Unit innermost stride.
+  TensorView codes;
+  /// [ceil(out_features / out), ceil(in_features / in)]: f32, bf16 or f16; of MXFP4 f8e8m0.
+  TensorView scale;
+  WeightGroups groups;  ///< Of MXFP4 {1, 32}, in whole groups.
 };
 
 /// What an FP8 projection of a layer has besides its codes.
@@ -59,13 +63,16 @@ Tensor dequantize_weight(const QuantizedWeight& weight, DType dtype);
 /// The memory of a QuantizedWeight.
 struct OwnedQuantizedWeight {
   Tensor codes;
-  Tensor scale;  ///< f32
+  Tensor scale;  ///< f32, of MXFP4 f8e8m0
   WeightGroups groups;
   operator QuantizedWeight() const { return {codes, scale, groups}; }
 };
 /// Codes of `weight` [out_features, in_features] of a compute dtype, any strides. The largest
 /// finite magnitude of each group becomes the largest code; the rest rounds to nearest even.
 OwnedQuantizedWeight quantize_weight(const TensorView& weight, const WeightGroups& groups);
+/// The same in MXFP4: the scale of 32 weights is the power of two that takes the largest of them
+/// into [3.5, 7) codes.
+OwnedQuantizedWeight quantize_weight_mxfp4(const TensorView& weight);
 
 /// y = x W^T + bias with W [out_features, in_features]. Immutable but for `reload`; shared freely.
 class Linear {
@@ -76,8 +83,8 @@ class Linear {
   /// backend was not built in.
   Linear(const TensorView& weight, const TensorView& bias,
          LinearBackend backend = LinearBackend::automatic);
-  /// Keeps one byte per weight and decodes on the way into the product; x, out and `bias`
-  /// (optional) are of `dtype`. A row of the identity as x gives the row of dequantize_weight, bit
+  /// Keeps the codes and decodes them on the way into the product; x, out and `bias` (optional) are
+  /// of `dtype`. A row of the identity as x gives the row of dequantize_weight, bit
   /// for bit.
   Linear(const QuantizedWeight& weight, const TensorView& bias, DType dtype);
   ~Linear();
@@ -89,7 +96,8 @@ class Linear {
   std::int64_t out_features() const;
   DType dtype() const;
   std::int64_t weight_bytes() const;      ///< As packed.
-  std::string_view backend_name() const;  ///< "onednn/bf16", "onednn/f32", "plain", "plain/fp8"
+  /// "onednn/bf16", "onednn/f32", "plain", "plain/fp8", "plain/mxfp4".
+  std::string_view backend_name() const;
   std::optional<WeightGroups> groups() const;  ///< Of a quantised weight.
 
   /// x [T, in], out [T, out], both of dtype(), unit innermost stride, any row stride; no overlap.
@@ -114,9 +122,9 @@ class BatchedLinear {
   /// `weight` [N, K, M] of a compute dtype, any strides.
   explicit BatchedLinear(const TensorView& weight,
                          LinearBackend backend = LinearBackend::automatic);
-  /// Block-scaled FP8 on both sides: a weight [M, K] for each head, all in the same groups, which
-  /// must divide M and K. Each row of x is rounded to f8e4m3fn in groups of `groups.in` channels
-  /// with scales of their own; x and out are of `dtype`.
+  /// A weight [M, K] for each head, all in the same groups, which must divide M and K; x and out
+  /// are of `dtype`. FP8 is on both sides: each row of x is rounded to f8e4m3fn in groups of
+  /// `groups.in` channels with scales of their own. With MXFP4 x stays as it is.
   BatchedLinear(std::span<const QuantizedWeight> heads, DType dtype);
   ~BatchedLinear();
   BatchedLinear(BatchedLinear&&) noexcept;

@@ -123,10 +123,11 @@ Linear::Linear(const QuantizedWeight& weight, const TensorView& bias, DType dtyp
   check_bias(weight, bias, dtype);
   impl_ = std::make_unique<Impl>();
   impl_->groups = weight.groups;
-  impl_->quantized = make_quantized_product({.depth = weight.codes.shape[1],
+  impl_->quantized = make_quantized_product({.depth = fovea::in_features(weight),
                                              .columns = weight.codes.shape[0],
                                              .dtype = dtype,
-                                             .has_bias = static_cast<bool>(bias)},
+                                             .has_bias = static_cast<bool>(bias),
+                                             .is_mxfp4 = is_mxfp4(weight)},
                                             weight.groups);
   impl_->quantized->load({&weight, 1}, bias);
 }
@@ -178,8 +179,10 @@ void Linear::reload(const QuantizedWeight& weight, const TensorView& bias) {
   check_quantized_weight(weight);
   check_bias(weight, bias, dtype());
   const ProductShape& shape = impl_->product().shape();
-  FOVEA_CHECK(weight.codes.shape[0] == shape.columns && weight.codes.shape[1] == shape.depth &&
-                  weight.groups == impl_->groups && static_cast<bool>(bias) == shape.has_bias,
+  FOVEA_CHECK(weight.codes.shape[0] == shape.columns &&
+                  fovea::in_features(weight) == shape.depth &&
+                  is_mxfp4(weight) == shape.is_mxfp4 && weight.groups == impl_->groups &&
+                  static_cast<bool>(bias) == shape.has_bias,
               invalid_argument,
               "reload with codes {} in groups of [{}, {}] {} bias, but was made with [{}, {}] in "
               "groups of [{}, {}] {} bias",
@@ -218,14 +221,16 @@ void check_heads(std::span<const QuantizedWeight> heads) {
   for (const QuantizedWeight& head : heads) {
     check_quantized_weight(head);
     FOVEA_CHECK(
-        head.codes.shape == first.shape && head.groups == groups, invalid_argument,
+        head.codes.shape == first.shape && head.codes.dtype == first.dtype &&
+            head.groups == groups,
+        invalid_argument,
         "codes of a head are {} in groups of [{}, {}], but must be like those of the first, "
         "{} in groups of [{}, {}]",
         to_string(head.codes), head.groups.out, head.groups.in, to_string(first), groups.out,
         groups.in);
   }
   const bool whole = (groups.out == 0 || first.shape[0] % groups.out == 0) &&
-                     (groups.in == 0 || first.shape[1] % groups.in == 0);
+                     (groups.in == 0 || in_features(heads[0]) % groups.in == 0);
   FOVEA_CHECK(whole, invalid_argument,
               "codes of a head are {}, but must be whole groups of [{}, {}]", to_string(first),
               groups.out, groups.in);
@@ -240,10 +245,11 @@ BatchedLinear::BatchedLinear(std::span<const QuantizedWeight> heads, DType dtype
   impl_ = std::make_unique<Impl>();
   impl_->groups = heads[0].groups;
   impl_->quantized = make_quantized_product({.heads = static_cast<std::int64_t>(heads.size()),
-                                             .depth = heads[0].codes.shape[1],
+                                             .depth = in_features(heads[0]),
                                              .columns = heads[0].codes.shape[0],
                                              .dtype = dtype,
-                                             .quantizes_x = true},
+                                             .quantizes_x = !is_mxfp4(heads[0]),
+                                             .is_mxfp4 = is_mxfp4(heads[0])},
                                             impl_->groups);
   impl_->quantized->load(heads, {});
 }
@@ -288,7 +294,8 @@ void BatchedLinear::reload(std::span<const QuantizedWeight> heads) {
   const ProductShape& shape = impl_->product().shape();
   FOVEA_CHECK(static_cast<std::int64_t>(heads.size()) == shape.heads &&
                   heads[0].codes.shape[0] == shape.columns &&
-                  heads[0].codes.shape[1] == shape.depth && heads[0].groups == impl_->groups,
+                  in_features(heads[0]) == shape.depth &&
+                  is_mxfp4(heads[0]) == shape.is_mxfp4 && heads[0].groups == impl_->groups,
               invalid_argument,
               "reload with {} heads {} in groups of [{}, {}], but was made with {} of [{}, {}] in "
               "groups of [{}, {}]",

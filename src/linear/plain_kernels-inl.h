@@ -207,6 +207,17 @@ FOVEA_INLINE void decode_e4m3(const std::uint8_t* from, Floats& to) {
   to *= 256.f;
 }
 
+/// Eight bytes of two f4e2m1 as floats: f16 bits with the same exponent field, 2^-14 of the value.
+FOVEA_INLINE void decode_e2m1(const std::uint8_t* from, Floats& low, Floats& high) {
+  Bytes bytes;
+  load(from, bytes);
+  const Halves pairs = __builtin_convertvector(bytes, Halves);
+  widen_halves((pairs & 0x07) << 9 | (pairs & 0x08) << 12, low);
+  widen_halves((pairs & 0x70) << 5 | (pairs & 0x80) << 8, high);
+  low *= 0x1p14f;
+  high *= 0x1p14f;
+}
+
 /// Depth that is decoded at a time: a piece of a panel (256 x 16 floats) is half of L1.
 constexpr std::int64_t kCodeDepth = 256;
 
@@ -240,15 +251,19 @@ FOVEA_INLINE void continue_tile(const CodeProduct& p, const float* piece, std::i
 }
 
 /// Depths [begin, end) of a panel, within one group.
-FOVEA_INLINE void decode_piece(const std::uint8_t* codes, const float* scales, std::int64_t begin,
-                               std::int64_t end, float* piece) {
+FOVEA_INLINE void decode_piece(const std::uint8_t* codes, bool is_mxfp4, const float* scales,
+                               std::int64_t begin, std::int64_t end, float* piece) {
   Floats low, high;
   load(scales, low);
   load(scales + kLanes, high);
   for (std::int64_t d = begin; d < end; ++d, piece += kPanelColumns) {
     Floats values[2];
-    decode_e4m3(codes + d * kPanelColumns, values[0]);
-    decode_e4m3(codes + d * kPanelColumns + kLanes, values[1]);
+    if (is_mxfp4) {
+      decode_e2m1(codes + d * kLanes, values[0], values[1]);
+    } else {
+      decode_e4m3(codes + d * kPanelColumns, values[0]);
+      decode_e4m3(codes + d * kPanelColumns + kLanes, values[1]);
+    }
     values[0] *= low;
     values[1] *= high;
     __builtin_memcpy(piece, values, sizeof values);
@@ -279,10 +294,11 @@ FOVEA_INLINE void write_sums(const CodeProduct& p, const float* sums, std::int64
 template <class T>
 void multiply_codes(const CodeProduct& p) {
   const std::int64_t groups = (p.depth + p.group_depth - 1) / p.group_depth;
+  const std::int64_t row_bytes = p.is_mxfp4 ? kLanes : kPanelColumns;
   const std::uint8_t* codes = p.codes;
   const float* scales = p.scales;
   for (std::int64_t column = 0; column < p.columns; column += kPanelColumns,
-                    codes += p.depth * kPanelColumns, scales += groups * kPanelColumns) {
+                    codes += p.depth * row_bytes, scales += groups * kPanelColumns) {
     alignas(32) float sums[kCodeRows * kPanelColumns] = {};
     for (std::int64_t begin = 0; begin < p.depth;) {
       const std::int64_t group = begin / p.group_depth;
@@ -290,7 +306,7 @@ void multiply_codes(const CodeProduct& p) {
       std::int64_t end = begin + kCodeDepth < p.depth ? begin + kCodeDepth : p.depth;
       if (group_end < end) end = group_end;
       alignas(32) float piece[kCodeDepth * kPanelColumns];
-      decode_piece(codes, scales + group * kPanelColumns, begin, end, piece);
+      decode_piece(codes, p.is_mxfp4, scales + group * kPanelColumns, begin, end, piece);
       std::int64_t row = 0;
       for (; row + kTileRows <= p.rows; row += kTileRows) {
         continue_tile<kTileRows>(p, piece, begin, end, row, sums);

@@ -27,14 +27,21 @@ struct PanelProduct {
 /// Rows of a CodeProduct at most: their sums over a panel stay in L1.
 inline constexpr std::int64_t kCodeRows = 64;
 
-/// The same with codes of f8e4m3fn: [depth, kPanelColumns] per panel, decoded a piece of the depth
-/// at a time and used for all rows.
+/// Bytes of a row of a panel's codes: of f4e2m1 column c lies in the low half of byte c and column
+/// c + 8 in its high half.
+constexpr std::int64_t code_row_bytes(bool is_mxfp4) {
+  return is_mxfp4 ? kPanelColumns / 2 : kPanelColumns;
+}
+
+/// The same with codes: [depth, code_row_bytes] per panel, decoded a piece of the depth at a time
+/// and used for all rows.
 struct CodeProduct {
   const float* x = nullptr;  ///< [rows, depth], at most kCodeRows.
   std::int64_t x_stride = 0;
   std::int64_t rows = 0;
   std::int64_t depth = 0;
   const std::uint8_t* codes = nullptr;
+  bool is_mxfp4 = false;  ///< Codes are f4e2m1, else f8e4m3fn.
   /// [panels][groups of the depth][kPanelColumns] scale of each column.
   const float* scales = nullptr;
   std::int64_t group_depth = 0;  ///< Depth of a group.

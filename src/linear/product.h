@@ -21,7 +21,24 @@ struct ProductShape {
   bool has_bias = false;  ///< [M], with N = 1 only.
   /// Rows of x are rounded to FP8 in the groups of the depth; QuantizedProduct only.
   bool quantizes_x = false;
+  bool is_mxfp4 = false;  ///< Codes are f4e2m1, else f8e4m3fn; QuantizedProduct only.
 };
+
+/// MXFP4's codes are u8.
+inline bool is_mxfp4(const QuantizedWeight& weight) { return weight.codes.dtype == DType::u8; }
+/// Of a checked weight.
+inline std::int64_t in_features(const QuantizedWeight& weight) {
+  return weight.codes.shape[1] * (is_mxfp4(weight) ? 2 : 1);
+}
+/// The extent of groups, with what 0 stands for filled in.
+inline std::int64_t group_extent(std::int64_t group, std::int64_t extent) {
+  return group > 0 ? group : extent;
+}
+inline std::int64_t num_groups(std::int64_t extent, std::int64_t group) {
+  return (extent + group_extent(group, extent) - 1) / group_extent(group, extent);
+}
+/// Of group [i, j], in float32.
+float scale_at(const TensorView& scale, std::int64_t i, std::int64_t j);
 
 class Product {
  public:
@@ -48,8 +65,8 @@ class DenseProduct : public Product {
   virtual void load(const TensorView& weight, const TensorView& bias) = 0;
 };
 
-/// With one FP8 code per weight and float32 scales of groups; `shape.dtype` is that of x and out.
-/// Weights are decoded on the way into the product, exactly.
+/// With one FP8 or FP4 code per weight and float32 scales of groups; `shape.dtype` is that of x and
+/// out. Weights are decoded on the way into the product, exactly.
 class QuantizedProduct : public Product {
  public:
   using Product::Product;

@@ -12,12 +12,14 @@
 #include "fovea/thread_pool.h"
 #include "linear/plain_kernels.h"
 #include "linear/product.h"
+#include "linear/quantized_linear.h"
 #include "support/compare.h"
 
 namespace fovea {
 namespace {
 
 using test::PaddedTensor;
+using test::QuantizedLinear;
 
 /// Random codes that are no NaN, and scales that are no powers of two.
 struct Weight {
@@ -61,21 +63,6 @@ struct Weight {
 
 constexpr WeightGroups kGroups[] = {{0, 0}, {1, 0}, {128, 128}, {64, 128}, {32, 48}, {128, 0}};
 
-class QuantizedLinear : public testing::TestWithParam<DType> {
- protected:
-  void run(const Linear& linear, const PaddedTensor& x, const PaddedTensor& out) {
-    workspace_.reserve(linear.workspace_bytes(x.view().shape[0]));
-    test::poison(workspace_);
-    test::poison(out);
-    linear({pool_.get(), &workspace_}, x, out);
-    EXPECT_EQ(workspace_.peak(), linear.workspace_bytes(x.view().shape[0]));
-    EXPECT_TRUE(out.padding_untouched());
-    workspace_.reset_peak();
-  }
-
-  std::unique_ptr<ThreadPool> pool_ = make_std_thread_pool(2);
-  Workspace workspace_;
-};
 INSTANTIATE_TEST_SUITE_P(, QuantizedLinear, testing::Values(DType::f32, DType::f16, DType::bf16),
                          [](const auto& dtype) { return std::string(name_of(dtype.param)); });
 
@@ -289,8 +276,13 @@ TEST(QuantizedWeight, WhatDoesNotFitIsNamed) {
   wrong.groups = {-1, 32};
   EXPECT_TRUE(contains(error_of([&] { check_quantized_weight(wrong); }), "groups are [-1, 32]"));
   wrong = w.weight;
-  wrong.codes.dtype = DType::u8;
+  wrong.codes.dtype = DType::i8;
   EXPECT_TRUE(contains(error_of([&] { check_quantized_weight(wrong); }), "must be f8e4m3fn"));
+  wrong.codes.dtype = DType::u8;
+  EXPECT_TRUE(contains(error_of([&] { check_quantized_weight(wrong); }), "must be [1, 32]"));
+  const QuantizedWeight mxfp4{wrong.codes.slice(1, 0, 32), w.scale, {1, 32}};
+  EXPECT_TRUE(contains(error_of([&] { check_quantized_weight(mxfp4); }), "must be f8e8m0 [40, 2]"));
+  EXPECT_TRUE(contains(error_of([&] { quantize_weight_mxfp4(w.scale); }), "whole groups of 32"));
   EXPECT_TRUE(contains(error_of([&] { Linear(w.weight, {}, DType::i8); }), "dtype is i8"));
   EXPECT_TRUE(contains(error_of([&] { quantize_weight(w.codes, {}); }), "weight is f8e4m3fn"));
   EXPECT_TRUE(contains(error_of([&] { quantize_weight(w.scale, {0, -4}); }), "[0, -4]"));
