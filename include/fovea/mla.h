@@ -68,6 +68,16 @@ enum class MlaAbsorption : std::uint8_t {
   full,      ///< Decode multiplies by W_Q_UK and W_UV_O, made at load; more memory.
 };
 
+/// What decode multiplies queries with W_UK and attention's output with W_UV in. All but `dense`
+/// cost accuracy, in decode alone: prefills expand kv_b_proj as it is.
+enum class AbsorbedProducts : std::uint8_t {
+  dense,       ///< The layer's dtype.
+  fp8_blocks,  ///< The codes of a kv_b_proj in FP8 blocks, which must divide P, V and L; inputs are
+               ///< rounded to FP8, in groups of a block's width.
+  fp8,         ///< W_UK and W_UV are rounded to FP8 under a scale each, inputs under one per head.
+  mxfp4,       ///< W_UK and W_UV are rounded to MXFP4; P and L must be multiples of 32.
+};
+
 struct MlaOptions {
   MlaAbsorption absorption = MlaAbsorption::two_step;
   float rms_norm_eps = 1e-6f;
@@ -81,6 +91,7 @@ struct MlaOptions {
   /// Above 0: queries of decode, latent and rope parts as one, are f8e4m3fn under this one scale.
   /// They saturate. Queries of prefills stay as they are.
   float q_scale = 0.f;
+  AbsorbedProducts absorbed_products = AbsorbedProducts::dense;  ///< Two steps only.
 };
 
 /// kv_b_proj as the absorbed form multiplies with it: views of its memory.
@@ -101,6 +112,7 @@ struct MlaAttentionOptions {
   MlaAbsorption absorption = MlaAbsorption::two_step;
   TensorView sinks = {};  ///< As in MlaWeights.
   float q_scale = 0.f;    ///< As in MlaOptions.
+  AbsorbedProducts absorbed_products = AbsorbedProducts::dense;  ///< As in MlaOptions.
 };
 
 /// Attention over already projected operands, before o_proj: expanded prefill with context chunks,
@@ -111,7 +123,7 @@ class MlaAttention {
   /// `kv_b_proj` as for mla_up_projections.
   MlaAttention(const MlaDims& dims, const TensorView& kv_b_proj,
                const MlaAttentionOptions& options = {});
-  /// FP8: keys and values are expanded from the codes; W_UK and W_UV are of `dtype`.
+  /// FP8: keys and values are expanded from the codes; dense W_UK and W_UV are of `dtype`.
   MlaAttention(const MlaDims& dims, const QuantizedWeight& kv_b_proj, DType dtype,
                const MlaAttentionOptions& options = {});
 
@@ -161,6 +173,8 @@ class MlaAttention {
   MlaAttention(const MlaDims& dims, const Projection& kv_b_proj, DType dtype,
                const MlaAttentionOptions& options);
   void reload(const Projection& kv_b_proj, KvBOrder order, const TensorView& sinks);
+  void make_absorbed(const Projection& kv_b_proj, DType dtype, LinearBackend linear);
+  void reload_absorbed(const Projection& kv_b_proj);
   Expanded split_expanded(const TensorView& kv) const;
   TensorView sinks() const { return sinks_ ? sinks_.view() : TensorView{}; }
 
@@ -181,6 +195,7 @@ class MlaAttention {
   BatchedLinear v_up_;    ///< Latent output [T, N, L] -> [T, N, V]; two steps only.
   Tensor sinks_;          ///< f32 [N] or absent.
   float q_scale_ = 0.f;   ///< 0: queries are not quantised.
+  AbsorbedProducts absorbed_products_ = AbsorbedProducts::dense;
 };
 
 /// The whole attention layer of a model: projections, norms, rotation, attention, o_proj.

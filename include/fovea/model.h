@@ -91,7 +91,10 @@ class Model {
     /// Positions that will be served, and so the length of the cos/sin table; 0: the config's.
     std::int64_t max_position = 0;
     MlaAbsorption absorption = MlaAbsorption::two_step;
-    bool requantize_absorbed = false;  ///< As MlaOptions'.
+    // As in MlaOptions.
+    bool requantize_absorbed = false;
+    float q_scale = 0.f;
+    AbsorbedProducts absorbed_products = AbsorbedProducts::dense;
     LinearBackend linear = LinearBackend::automatic;
   };
   /// A preset's name, or a directory with config.json and model.safetensors or its sharded index.

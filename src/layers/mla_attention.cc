@@ -4,6 +4,7 @@
 
 #include "core/check.h"
 #include "fovea/mla.h"
+#include "layers/absorbed_heads.h"
 #include "layers/projection.h"
 #include "layers/rows.h"
 #include "layers/step.h"
@@ -63,7 +64,10 @@ void copy_state(const OpContext& ctx, const AttentionState& from, const Attentio
 
 MlaAttention::MlaAttention(const MlaDims& dims, const Projection& kv_b_proj, DType dtype,
                            const MlaAttentionOptions& options)
-    : dims_(dims.validated()), order_(options.order), q_scale_(options.q_scale) {
+    : dims_(dims.validated()),
+      order_(options.order),
+      q_scale_(options.q_scale),
+      absorbed_products_(options.absorbed_products) {
   FOVEA_CHECK(q_scale_ >= 0 && std::isfinite(q_scale_), invalid_argument,
               "q_scale is {}, but must be positive and finite, or 0 for queries as they are",
               q_scale_);
@@ -71,11 +75,35 @@ MlaAttention::MlaAttention(const MlaDims& dims, const Projection& kv_b_proj, DTy
   sinks_ = sinks_in_f32(options.sinks);
   mla_up_projections(dims_, kv_b_proj.weight, order_);  // Says what is wrong with the shape.
   kv_b_proj_ = make_linear(kv_b_proj, {}, dtype, options.linear);
-  if (options.absorption == MlaAbsorption::full) return;
-  const DenseWeight dense(kv_b_proj, dtype);
-  const MlaUpProjections up = mla_up_projections(dims_, dense, order_);
-  absorb_ = BatchedLinear(up.w_uk, options.linear);
-  v_up_ = BatchedLinear(up.w_uv, options.linear);
+  const bool is_full = options.absorption == MlaAbsorption::full;
+  FOVEA_CHECK(!is_full || absorbed_products_ == AbsorbedProducts::dense, invalid_argument,
+              "absorbed_products are not dense, but must be: absorption is full, which has none");
+  if (!is_full) make_absorbed(kv_b_proj, dtype, options.linear);
+}
+
+void MlaAttention::make_absorbed(const Projection& kv_b_proj, DType dtype, LinearBackend linear) {
+  if (absorbed_products_ == AbsorbedProducts::dense) {
+    const DenseWeight dense(kv_b_proj, dtype);
+    const MlaUpProjections up = mla_up_projections(dims_, dense, order_);
+    absorb_ = BatchedLinear(up.w_uk, linear);
+    v_up_ = BatchedLinear(up.w_uv, linear);
+    return;
+  }
+  const AbsorbedHeads heads(absorbed_products_, dims_, kv_b_proj, order_);
+  absorb_ = BatchedLinear(heads.w_uk(), dtype);
+  v_up_ = BatchedLinear(heads.w_uv(), dtype);
+}
+
+void MlaAttention::reload_absorbed(const Projection& kv_b_proj) {
+  if (absorbed_products_ == AbsorbedProducts::dense) {
+    const DenseWeight dense(kv_b_proj, dtype());
+    const MlaUpProjections up = mla_up_projections(dims_, dense, order_);
+    absorb_.reload(up.w_uk);
+    return v_up_.reload(up.w_uv);
+  }
+  const AbsorbedHeads heads(absorbed_products_, dims_, kv_b_proj, order_);
+  absorb_.reload(heads.w_uk());
+  v_up_.reload(heads.w_uv());
 }
 
 MlaAttention::MlaAttention(const MlaDims& dims, const TensorView& kv_b_proj,
@@ -105,11 +133,7 @@ void MlaAttention::reload(const Projection& kv_b_proj, KvBOrder order, const Ten
   fovea::reload(kv_b_proj, {}, kv_b_proj_);
   if (sinks) copy(sinks, sinks_);
   order_ = order;
-  if (!absorb_) return;
-  const DenseWeight dense(kv_b_proj, dtype());
-  const MlaUpProjections up = mla_up_projections(dims_, dense, order);
-  absorb_.reload(up.w_uk);
-  v_up_.reload(up.w_uv);
+  if (absorb_) reload_absorbed(kv_b_proj);
 }
 
 std::int64_t MlaAttention::weight_bytes() const {

@@ -109,7 +109,8 @@ MlaLayer::State::State(const MlaDims& dims_, const MlaWeights& w,
                                               .linear = options.linear,
                                               .absorption = options.absorption,
                                               .sinks = w.sinks,
-                                              .q_scale = options.q_scale};
+                                              .q_scale = options.q_scale,
+                                              .absorbed_products = options.absorbed_products};
   attention = p.kv_b.is_quantized()
                   ? MlaAttention(dims, p.kv_b.quantized(), dtype, attention_options)
                   : MlaAttention(dims, w.kv_b_proj, attention_options);

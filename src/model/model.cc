@@ -111,7 +111,9 @@ DecoderLayer make_layer(const ModelConfig& config, std::size_t index, const Laye
                        .rms_norm_eps = config.latent_norm_eps,
                        .linear = options.linear,
                        .dtype = options.dtype,
-                       .requantize_absorbed = options.requantize_absorbed});
+                       .requantize_absorbed = options.requantize_absorbed,
+                       .q_scale = options.q_scale,
+                       .absorbed_products = options.absorbed_products});
     }
     return AttentionLayer(config.gqa, tensors.gqa, rotary,
                           {.qk_norm = config.qk_norm,

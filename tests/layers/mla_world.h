@@ -19,6 +19,7 @@
 #include "fovea/mla.h"
 #include "fovea/oracle.h"
 #include "fovea/runtime.h"
+#include "layers/absorbed_form.h"
 #include "layers/layer_weights.h"
 #include "layers/mla_rules.h"
 #include "layers/rows_difference.h"
@@ -37,6 +38,7 @@ struct WorldOptions {
   LinearBackend linear = LinearBackend::automatic;
   bool requantize_absorbed = false;
   float q_scale = 0;
+  AbsorbedProducts absorbed_products = AbsorbedProducts::dense;
   double output_limit = 0;  ///< Of the row norm; 0: relative_limit() of dtype.
   std::string backend = "auto";
   AttentionVariant variant = {};
@@ -73,7 +75,8 @@ class World {
                {.absorption = options.absorption,
                 .linear = options.linear,
                 .requantize_absorbed = options.requantize_absorbed,
-                .q_scale = options.q_scale}),
+                .q_scale = options.q_scale,
+                .absorbed_products = options.absorbed_products}),
         sequences_(std::move(lengths), {.dtype = options.dtype,
                                         .hidden_size = options.shape.hidden,
                                         .block_size = options.block_size,
@@ -200,6 +203,16 @@ class World {
          .mscale_all_dim = yarn.mscale_all_dim});
     twin.sm_scale *= std::pow(oracle::yarn_mscale(yarn.factor, yarn.mscale_all_dim), 2);
   }
+  bool rounds_decodes() const {
+    return options_.q_scale > 0 || options_.absorbed_products != AbsorbedProducts::dense;
+  }
+  AbsorbedForm absorbed_form() const {
+    AbsorbedForm form =
+        test::absorbed_form(weights_.oracle(), options_.absorbed_products,
+                            options_.shape.fp8.value_or(WeightGroups{}));
+    form.q_scale = static_cast<double>(options_.q_scale);
+    return form;
+  }
   /// `out`: the layer's rows of a sequence's newest tokens, already stored.
   void accept(const Extend& extend, bool is_decode, const TensorView& out) {
     const std::size_t i = extend.sequence;
@@ -232,9 +245,8 @@ class World {
     const bool plain =
         options_.variant == AttentionVariant{} && !options_.shape.sinks && extend.tree.empty();
     const std::vector<double> expected =
-        is_decode && options_.q_scale > 0
-            ? mla_layer_with_fp8_queries(weights_.oracle(), static_cast<double>(options_.q_scale),
-                                         hidden, positions, rows)
+        is_decode && rounds_decodes()
+            ? mla_layer_absorbed(weights_.oracle(), absorbed_form(), hidden, positions, rows)
         : plain
             ? oracle::mla_layer(
                   weights_.oracle(), hidden, positions, rows,

@@ -203,6 +203,24 @@ TEST(Fp8ModelFiles, AbsorbedWeightsMayBeRequantised) {
   EXPECT_FALSE(test::rows_close(expected, sequence.out, tolerance(DType::f32)));
 }
 
+TEST(Fp8ModelFiles, DecodeMayRoundItsQueriesAndAbsorbedWeights) {
+  const Fp8Checkpoint file = fp8_mla_checkpoint(fp8_forms()[0]);
+  const TempDir dir;
+  file.write(dir, fp8_mla_config());
+  const Model exact = Model::load(dir.path(), {.dtype = DType::f32});
+  for (const Model::Options& options :
+       {Model::Options{.dtype = DType::f32, .q_scale = 0.05f},
+        Model::Options{.dtype = DType::f32, .absorbed_products = AbsorbedProducts::fp8}}) {
+    const Model model = Model::load(dir.path(), options);
+    EXPECT_EQ(options.q_scale > 0, model.weight_bytes() == exact.weight_bytes());
+    Sequence sequence(DType::f32);
+    sequence.run<MlaLayer>(model);
+    const auto expected = expected_mla(model, file, sequence);
+    EXPECT_TRUE(test::rows_close(expected, sequence.out, {0x1p-3, 0}));
+    EXPECT_FALSE(test::rows_close(expected, sequence.out, tolerance(DType::f32)));
+  }
+}
+
 TEST(Fp8ModelFiles, ProjectionsThatAreNotConvertedStayDense) {
   Fp8Checkpoint file = fp8_gqa_checkpoint(fp8_forms()[0]);
   const std::string name = "model.layers.0.self_attn.k_proj";
