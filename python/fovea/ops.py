@@ -3,8 +3,9 @@
 Which keys a query sees: `causal`: up to its own position, query tokens standing at the end of
 their sequence; `window_left` w: its own and w before it, negative: all; `attention_chunk` c: from
 the last multiple of c on, 0: all; scaled scores become soft_cap * tanh(score / soft_cap), 0: as
-they are. `sinks` [N] float32 are raw logits that join the denominator of the output, not lse. lse is
-[N, T] float32, the natural logarithm; a query without keys has output 0 and lse -inf.
+they are. `sinks` [N]
+float32 are raw logits that join the denominator of the output, not lse. lse is [N, T] float32, the
+natural logarithm; a query without keys has output 0 and lse -inf.
 
 With a `plan` (BatchPlan) the lengths and all of these rules are the plan's. `runtime` None is the
 default one. `out` and `lse` are written where given, and made in the library of the operands

@@ -1,0 +1,125 @@
+"""Tiny random models of transformers generate the same tokens with fovea as with eager."""
+
+import sys
+import pathlib
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import transformers  # noqa: E402
+
+import fovea.transformers  # noqa: E402
+
+STEPS = 10
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "parity"))
+import record  # noqa: E402
+
+NAMES = ["gpt_oss", "llama3", "qwen3", "gemma3", "qwen2", "mistral", "deepseek_v2",
+         "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "minicpm3_short"]
+
+
+@pytest.fixture(scope="module")
+def makers():
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)  # Of these sizes threads only wait for each other.
+    return {name: (config, kind) for name, config, kind, _, _ in record.models()}
+
+
+def make(makers, name, implementation):
+    config, kind = makers[name]
+    config._attn_implementation = "eager"
+    model = kind(config).eval()
+    record.randomise(model, torch.Generator().manual_seed(3))
+    model.set_attn_implementation(implementation)
+    return model
+
+
+def generate(model, tokens, attention_mask, **options):
+    with torch.no_grad():
+        return model.generate(tokens, attention_mask=attention_mask, max_new_tokens=STEPS,
+                              min_new_tokens=STEPS, do_sample=False, pad_token_id=0,
+                              output_logits=True, return_dict_in_generate=True, **options)
+
+
+def prompts(vocab, padding):
+    tokens = torch.randint(1, vocab, (3, 40), generator=torch.Generator().manual_seed(1))
+    attention_mask = torch.ones_like(tokens)
+    for row, count in enumerate(padding):
+        attention_mask[row, :count] = 0
+    return tokens, attention_mask
+
+
+def assert_same(expected, got):
+    for step, (a, b) in enumerate(zip(expected.logits, got.logits)):
+        error = ((a - b).norm(dim=-1) / a.norm(dim=-1)).max().item()
+        assert error < 1e-3, f"step {step}: logits off by {error:.2e} of their norm"
+    assert torch.equal(expected.sequences, got.sequences)
+
+
+@pytest.mark.parametrize("name, padding", [(name, (7, 0, 39)) for name in NAMES] + [
+    ("gemma3", (0, 0, 0)), ("glm4_moe_lite", (0, 0, 0))])
+def test_generate(makers, name, padding):
+    eager, ours = (make(makers, name, kind) for kind in ("eager", "fovea"))
+    batch = prompts(eager.config.vocab_size, padding)
+    assert_same(generate(eager, *batch), generate(ours, *batch))
+
+
+def test_latents_are_cached_and_read_as_they_are(makers, monkeypatch):
+    model = make(makers, "deepseek_v3", "fovea")
+    batch = prompts(model.config.vocab_size, (0, 3, 0))
+    generate(model, *batch)  # From here on the class keeps latents.
+    absorbed = []
+    decode = fovea.transformers.mla_decode
+    monkeypatch.setattr(fovea.transformers, "mla_decode",
+                        lambda *a, **k: absorbed.append(a[2]) or decode(*a, **k))
+    cache = generate(model, *batch).past_key_values
+    assert len(absorbed) == 3 * 3 * (STEPS - 1)  # Sequences, layers and decodes.
+    for layer in cache.layers:
+        assert type(layer) is fovea.transformers.LatentLayer
+        assert layer.storage.shape[2] == 48 and layer.get_seq_length() == 40 + STEPS - 1
+    assert absorbed[-1].data_ptr() == cache.layers[-1].storage[2].data_ptr()  # No copy.
+
+
+def test_beams_reorder_latents(makers):
+    eager, ours = (make(makers, "deepseek_v2", kind) for kind in ("eager", "fovea"))
+    batch = prompts(eager.config.vocab_size, (0, 3, 0))
+    with torch.no_grad():
+        expected, got = (model.generate(batch[0], attention_mask=batch[1], max_new_tokens=8,
+                                        num_beams=3, do_sample=False, pad_token_id=0)
+                         for model in (eager, ours))
+    assert torch.equal(expected, got)
+
+
+def test_static_caches(makers):
+    eager, ours = (make(makers, "llama3", kind) for kind in ("eager", "fovea"))
+    batch = prompts(eager.config.vocab_size, (2, 0, 5))
+    assert_same(generate(eager, *batch),
+                generate(ours, *batch, cache_implementation="static", disable_compile=True))
+
+
+def test_bfloat16(makers):
+    eager, ours = (make(makers, "deepseek_v3", kind).bfloat16() for kind in ("eager", "fovea"))
+    tokens, attention_mask = prompts(eager.config.vocab_size, (0, 0, 0))
+    with torch.no_grad():
+        a, b = (model(tokens, attention_mask=attention_mask).logits.float()
+                for model in (eager, ours))
+    assert ((a - b).norm(dim=-1) / a.norm(dim=-1)).median() < 0.1
+
+
+def test_refusals(makers):
+    model = make(makers, "llama3", "fovea")
+    tokens, attention_mask = prompts(model.config.vocab_size, (0, 0, 0))
+    with pytest.raises(NotImplementedError, match="gradients are asked for"):
+        model(tokens)
+    with torch.no_grad():
+        attention_mask[1, 20] = 0
+        with pytest.raises(NotImplementedError, match="attention_mask has gaps in sequence 1"):
+            model(tokens, attention_mask=attention_mask)
+        with pytest.raises(NotImplementedError, match=r"attention_mask has shape \(3, 1, 40, 40\)"):
+            model(tokens, attention_mask=torch.ones(3, 1, 40, 40, dtype=torch.bool))
+        positions = torch.cat([torch.arange(20), torch.arange(20)])[None].expand(3, -1)
+        with pytest.raises(NotImplementedError, match="the mask .*packed_sequence"):
+            model(tokens, position_ids=positions, use_cache=False)
