@@ -2,38 +2,13 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
-#include <type_traits>
 
 #include "core/check.h"
-#include "core/float_bits.h"
 #include "fovea/quant.h"
+#include "quant/codes.h"
 
 namespace fovea {
 namespace {
-
-/// Two's complement in `bits` bits; the code lies in the low bits of a byte.
-template <int bits>
-struct IntegerCode {
-  static constexpr bool kPacked = bits == 4;
-  static std::uint8_t encode(float x) {
-    constexpr float kLow = -static_cast<float>(1 << (bits - 1));
-    constexpr float kHigh = -kLow - 1;
-    if (std::isnan(x)) return 0;
-    const int code = static_cast<int>(std::nearbyint(std::clamp(x, kLow, kHigh)));
-    return static_cast<std::uint8_t>(code & ((1 << bits) - 1));
-  }
-  static float decode(std::uint8_t code) {
-    constexpr int kSign = 1 << (bits - 1);
-    return static_cast<float>((code ^ kSign) - kSign);
-  }
-};
-
-template <class T>
-struct FloatCode {
-  static constexpr bool kPacked = std::is_same_v<T, Float4E2M1>;
-  static std::uint8_t encode(float x) { return narrow_saturated<T>(x).bits; }
-  static float decode(std::uint8_t code) { return widen(T{code}); }
-};
 
 /// Calls fn with the codec of `dtype`.
 template <class F>
@@ -73,15 +48,12 @@ bool is_quantized_dtype(DType dtype) {
 }
 
 float largest_code_value(DType dtype) {
-  return with_codec(dtype, []<class Codec>(Codec) {
-    // Saturation finds it: the integer formats' positive end, the floats' largest finite value.
-    return Codec::decode(Codec::encode(std::numeric_limits<float>::infinity()));
-  });
+  return with_codec(dtype, []<class Codec>(Codec) { return Codec::kLargest; });
 }
 
 float group_scale(DType dtype, std::span<const float> values) {
   const float largest = largest_code_value(dtype);
-  const bool has_nan_code = dtype == DType::f8e4m3fn || dtype == DType::f8e5m2;
+  const bool has_nan_code = with_codec(dtype, []<class Codec>(Codec) { return Codec::kHasNan; });
   float amax = 0;
   for (const float value : values) {
     if (std::isnan(value) && !has_nan_code) return value;

@@ -23,10 +23,9 @@ float largest_magnitude(std::span<const float> values) {
 }  // namespace
 
 float fp8_group_scale(std::span<const float> group, bool power_of_two) {
-  constexpr float kSmallest = 1e-10f;
   const float amax = largest_magnitude(group);
   if (std::isnan(amax)) return amax;
-  const float scale = std::max(amax, kSmallest) / largest_code_value(DType::f8e4m3fn);
+  const float scale = std::max(amax, kSmallestAmax) / largest_code_value(DType::f8e4m3fn);
   return power_of_two ? power_of_two_above(scale) : scale;
 }
 
@@ -43,14 +42,6 @@ std::uint8_t encode_nvfp4_group(std::span<const float> group, float scale,
     quantize_group(DType::f4e2m1, group, step, codes);
   }
   return group_scale.bits;
-}
-
-std::int64_t nvfp4_scale_offset(std::int64_t row, std::int64_t group, std::int64_t groups) {
-  const std::int64_t tiles = (groups + kNvfp4TileGroups - 1) / kNvfp4TileGroups;  // In a row.
-  const std::int64_t tile = row / kNvfp4TileRows * tiles + group / kNvfp4TileGroups;
-  const std::int64_t r = row % kNvfp4TileRows;
-  return tile * kNvfp4TileRows * kNvfp4TileGroups + r % 32 * 16 + r / 32 * 4 +
-         group % kNvfp4TileGroups;
 }
 
 }  // namespace fovea

@@ -6,7 +6,6 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <cstdint>
 
 #include "fovea/attention_variant.h"
@@ -43,7 +42,8 @@ struct SequenceExtent {
 };
 
 constexpr std::int64_t depth_in_tree(const SequenceExtent& extent, std::int64_t query) {
-  return std::popcount(extent.tree[query]) - 1;
+  // Not std::popcount: nvcc 13 makes it 0 on the device.
+  return __builtin_popcountll(extent.tree[query]) - 1;
 }
 
 constexpr std::int64_t query_position(std::int64_t query, const SequenceExtent& extent) {
