@@ -11,6 +11,7 @@ enum class ErrorCode {
   unsupported,         ///< The request is well formed, but nothing here implements it; why is said.
   corrupt_file,        ///< A file contradicts itself or its format.
   resource_exhausted,  ///< A capacity that the caller fixed (blocks, workspace) does not suffice.
+  device_failed,       ///< A device refused or failed what it was told; the message has its words.
 };
 
 /// Thrown at the public boundary, before anything is written. The message names the argument, what

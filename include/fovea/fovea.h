@@ -18,7 +18,8 @@ typedef enum fovea_status {
   FOVEA_UNSUPPORTED = 2,        /* Well formed, but nothing here implements it. */
   FOVEA_CORRUPT_FILE = 3,       /* A file contradicts itself. */
   FOVEA_RESOURCE_EXHAUSTED = 4, /* A capacity does not suffice, or memory ran out. */
-  FOVEA_INTERNAL = 5            /* A fault of this library. */
+  FOVEA_INTERNAL = 5,           /* A fault of this library. */
+  FOVEA_DEVICE_FAILED = 6       /* A device refused or failed what it was told. */
 } fovea_status;
 
 /* Why the last call of this thread failed; valid until its next one. Never NULL. */

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "fovea/kv_format.h"
+#include "fovea/tensor.h"
 
 namespace fovea {
 
@@ -27,8 +28,9 @@ class PagedKvCache {
 
   /// Owning and uninitialised. Throws Error(invalid_argument) on a bad format or layout.
   static PagedKvCache allocate(const KvFormat& format, const KvCacheLayout& layout);
-  /// A view of `base`, which must outlive it and hold required_bytes().
-  static PagedKvCache view(void* base, const KvFormat& format, const KvCacheLayout& layout);
+  /// A view of `base`, memory of `device`, which must outlive it and hold required_bytes().
+  static PagedKvCache view(void* base, const KvFormat& format, const KvCacheLayout& layout,
+                           Device device = {});
   /// Bytes from the base pointer to the end of the last row.
   static std::int64_t required_bytes(const KvFormat& format, const KvCacheLayout& layout);
 
@@ -39,6 +41,7 @@ class PagedKvCache {
   const KvFormat& format() const { return format_; }
   /// With its defaults filled in.
   const KvCacheLayout& layout() const { return layout_; }
+  const Device& device() const { return device_; }
   std::int64_t num_blocks() const { return layout_.num_blocks; }
   std::int64_t block_size() const { return layout_.block_size; }
   std::int64_t num_slots() const { return layout_.num_blocks * layout_.block_size; }
@@ -51,7 +54,8 @@ class PagedKvCache {
   std::byte* slot(std::int64_t slot) const {
     return row(slot / layout_.block_size, slot % layout_.block_size);
   }
-  /// Copies the rows of a block (copy-on-write after a fork).
+  /// Copies the rows of a block (copy-on-write after a fork). Throws Error(unsupported) unless they
+  /// are on the host.
   void copy_block(std::int64_t src, std::int64_t dst) const;
 
  private:
@@ -59,6 +63,7 @@ class PagedKvCache {
   std::byte* first_ = nullptr;
   KvFormat format_;
   KvCacheLayout layout_;
+  Device device_;
 };
 
 }  // namespace fovea

@@ -11,12 +11,20 @@
 
 namespace fovea {
 
+/// Where memory comes from. `allocate` throws Error(resource_exhausted) when there is none.
+struct MemorySource {
+  Device device;
+  std::byte* (*allocate)(Device device, std::int64_t bytes) = nullptr;  ///< Null: the host's heap.
+  void (*free)(Device device, std::byte* memory) = nullptr;
+};
+
 /// A stack of scratch memory. Grows only through `reserve`; `take` never allocates.
 class Workspace {
  public:
   static constexpr std::int64_t kAlignment = 64;  ///< A cache line; also a full zmm register.
 
-  Workspace() = default;
+  Workspace() : Workspace(MemorySource{}) {}
+  explicit Workspace(const MemorySource& source) : memory_(nullptr, Free{source}) {}
   Workspace(const Workspace&) = delete;
   Workspace& operator=(const Workspace&) = delete;
   ~Workspace();
@@ -37,6 +45,7 @@ class Workspace {
  private:
   friend class WorkspaceScope;
   struct Free {
+    MemorySource source;
     void operator()(std::byte* memory) const;
   };
   std::unique_ptr<std::byte, Free> memory_;

@@ -35,6 +35,8 @@ fovea_status status_of(ErrorCode code) {
       return FOVEA_CORRUPT_FILE;
     case ErrorCode::resource_exhausted:
       return FOVEA_RESOURCE_EXHAUSTED;
+    case ErrorCode::device_failed:
+      return FOVEA_DEVICE_FAILED;
   }
   return FOVEA_INTERNAL;
 }

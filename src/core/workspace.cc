@@ -31,7 +31,9 @@ void permit([[maybe_unused]] std::byte* memory, [[maybe_unused]] std::int64_t by
 
 }  // namespace
 
-void Workspace::Free::operator()(std::byte* memory) const { free_aligned(memory); }
+void Workspace::Free::operator()(std::byte* memory) const {
+  source.free ? source.free(source.device, memory) : free_aligned(memory);
+}
 
 Workspace::~Workspace() { permit(memory_.get(), capacity_); }
 
@@ -45,7 +47,9 @@ void Workspace::reserve(std::int64_t bytes) {
   permit(memory_.get(), capacity_);
   memory_.reset();  // Before the new one, so that the two never stand side by side.
   capacity_ = 0;
-  memory_.reset(allocate_aligned(rounded(bytes), "Workspace"));
+  const MemorySource& source = memory_.get_deleter().source;
+  memory_.reset(source.allocate ? source.allocate(source.device, rounded(bytes))
+                                : allocate_aligned(rounded(bytes), "Workspace"));
   capacity_ = rounded(bytes);
   forbid(memory_.get(), capacity_);
 }

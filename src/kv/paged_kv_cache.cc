@@ -82,8 +82,10 @@ PagedKvCache PagedKvCache::allocate(const KvFormat& format, const KvCacheLayout&
   return cache;
 }
 
-PagedKvCache PagedKvCache::view(void* base, const KvFormat& format, const KvCacheLayout& layout) {
+PagedKvCache PagedKvCache::view(void* base, const KvFormat& format, const KvCacheLayout& layout,
+                                Device device) {
   PagedKvCache cache;
+  cache.device_ = device;
   cache.format_ = format;
   cache.layout_ = checked(format, layout);
   end_of_last_row(format, cache.layout_);
@@ -117,6 +119,9 @@ void PagedKvCache::copy_block(std::int64_t src, std::int64_t dst) const {
   FOVEA_CHECK(src >= 0 && src < num_blocks() && dst >= 0 && dst < num_blocks(), invalid_argument,
               "the copy is from block {} to block {}, but both must be in [0, {})", src, dst,
               num_blocks());
+  FOVEA_CHECK(device_.type == Device::Type::cpu, unsupported,
+              "the cache is on CUDA device {}, but only blocks on the host are copied here",
+              device_.index);
   if (src == dst) return;
   // Row by row: what lies between them is not this cache's.
   const auto bytes = static_cast<std::size_t>(format_.row_bytes());

@@ -53,11 +53,14 @@ std::int64_t workspace_bytes(const OpContext& ctx, const AttentionDecodeParams& 
 }
 
 void attention_decode(const OpContext& ctx, const AttentionDecodeParams& params) {
+  check_devices(ctx, kName,
+                {{"q", params.q}, {"out", params.out}, {"lse", params.lse}, {"sinks", params.sinks},
+                 {"k_cache", params.kv.k_cache}, {"v_cache", params.kv.v_cache}});
   validate_shapes(params);
   validate_data(params);
   const auto& implementation = select_with_scratch(ctx, kAttentionDecode, params);
   if (params.schedule->query_start_loc.back() > 0) implementation.run(ctx, params);
-  write_padding_rows(params.schedule->query_start_loc.back(), params.out, params.lse);
+  write_padding_rows(ctx, params.schedule->query_start_loc.back(), params.out, params.lse);
 }
 
 void attention_decode_once(const OpContext& ctx, const AttentionDecodeParams& params,
@@ -67,7 +70,7 @@ void attention_decode_once(const OpContext& ctx, const AttentionDecodeParams& pa
       schedule_decode(query_start_loc, seq_lens, ctx.plan_target, params.variant);
   AttentionDecodeParams planned = params;
   planned.schedule = &schedule;
-  Workspace workspace;
+  Workspace workspace(ctx.memory);
   workspace.reserve(workspace_bytes(ctx, planned));
   OpContext once = ctx;
   once.workspace = &workspace;

@@ -167,11 +167,15 @@ std::int64_t workspace_bytes(const OpContext& ctx, const AttentionPrefillParams&
 }
 
 void attention_prefill(const OpContext& ctx, const AttentionPrefillParams& params) {
+  check_devices(ctx, kName,
+                {{"q", params.q}, {"k", params.k}, {"k_pe", params.k_pe}, {"v", params.v},
+                 {"out", params.out}, {"lse", params.lse}, {"sinks", params.sinks},
+                 {"k_cache", params.paged.k_cache}, {"v_cache", params.paged.v_cache}});
   validate_shapes(params);
   validate_data(params);
   const auto& implementation = select_with_scratch(ctx, kAttentionPrefill, params);
   if (params.schedule->cu_seqlens_q.back() > 0) implementation.run(ctx, params);
-  write_padding_rows(params.schedule->cu_seqlens_q.back(), params.out, params.lse);
+  write_padding_rows(ctx, params.schedule->cu_seqlens_q.back(), params.out, params.lse);
 }
 
 void attention_prefill_once(const OpContext& ctx, const AttentionPrefillParams& params,
@@ -181,7 +185,7 @@ void attention_prefill_once(const OpContext& ctx, const AttentionPrefillParams& 
       cu_seqlens_q, cu_seqlens_k, ctx.plan_target.prefill_query_tile, params.variant);
   AttentionPrefillParams planned = params;
   planned.schedule = &schedule;
-  Workspace workspace;
+  Workspace workspace(ctx.memory);
   workspace.reserve(workspace_bytes(ctx, planned));
   OpContext once = ctx;
   once.workspace = &workspace;

@@ -21,11 +21,15 @@ struct Implementation {
   void (*run)(const OpContext&, const Params&);
 };
 
+/// Rows [num_actual, T) of out [T, N, D] become zeros and those of lse [N, T] (optional) -inf.
+void write_padding_rows_on_host(const OpContext& ctx, std::int64_t num_actual,
+                                const TensorView& out, const TensorView& lse);
+
 /// Implementations of each op in order of preference; an op may have none.
 ///
 /// Rows of `out` and `lse` that the schedule gives to no request (from its last query_start_loc or
-/// cu_seqlens_q on) are filled by src/ops: run() writes the schedule's rows, all of them, also
-/// those without keys, and touches nothing else.
+/// cu_seqlens_q on) are filled by write_padding_rows: run() writes the schedule's rows, all of
+/// them, also those without keys, and touches nothing else.
 struct Backend {
   const char* name;
   std::span<const Implementation<RmsNormParams>> rms_norm;
@@ -39,6 +43,10 @@ struct Backend {
   std::span<const Implementation<MlaDecodeParams>> mla_decode;
   std::span<const Implementation<MergeStateParams>> merge_state;
   std::span<const Implementation<QuantizeOutputParams>> quantize_output;
+  void (*write_padding_rows)(const OpContext&, std::int64_t num_actual, const TensorView& out,
+                             const TensorView& lse) = write_padding_rows_on_host;
+  /// Whether the device can address host memory. Null: its device is the host.
+  bool (*addresses_host_memory)(const void* memory) = nullptr;
 };
 
 }  // namespace fovea

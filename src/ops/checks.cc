@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/check.h"
+#include "ops/backend.h"
 #include "ops/index_view.h"
 #include "ops/overlap.h"
 
@@ -55,6 +56,25 @@ bool has_elements(const TensorView& view) {
 
 }  // namespace
 
+void check_devices(const OpContext& ctx, const char* op, std::initializer_list<Operand> operands) {
+  const Device& device = ctx.memory.device;
+  for (const Operand& operand : operands) {
+    if (operand.data == nullptr || operand.device == device) continue;
+    const bool on_host = operand.device.type == Device::Type::cpu;
+    FOVEA_CHECK(on_host, unsupported, "{}: {} is on CUDA device {}; this context computes on {}{}",
+                op, operand.name, operand.device.index,
+                device.type == Device::Type::cpu ? "the CPU" : "CUDA device ",
+                device.type == Device::Type::cpu ? "" : std::to_string(device.index));
+    const bool addressable = !ctx.backends.empty() &&
+                             ctx.backends.front()->addresses_host_memory != nullptr &&
+                             ctx.backends.front()->addresses_host_memory(operand.data);
+    FOVEA_CHECK(addressable, unsupported,
+                "{}: {} is in host memory that CUDA device {} cannot address; it must be in device "
+                "memory, pinned or managed",
+                op, operand.name, device.index);
+  }
+}
+
 void check_view(const Argument& argument, const TensorView& view,
                 std::initializer_list<Extent> extents) {
   FOVEA_CHECK(view.ndim > 0, invalid_argument, "{}: {} is absent; it must be {}", argument.op,
@@ -68,9 +88,6 @@ void check_view(const Argument& argument, const TensorView& view,
   }
   FOVEA_CHECK(fits, invalid_argument, "{}: {} is {}; it must be {}", argument.op, argument.name,
               to_string(view), describe(extents));
-  FOVEA_CHECK(view.device.type == Device::Type::cpu, unsupported,
-              "{}: {} is on device type {}; this build computes on the CPU only", argument.op,
-              argument.name, static_cast<int>(view.device.type));
   FOVEA_CHECK(is_addressable(view), invalid_argument,
               "{}: {} is {}; its offsets must fit 64-bit integers", argument.op, argument.name,
               to_string(view));
@@ -193,6 +210,7 @@ TensorView bytes_of_rows(const PagedKvCache& cache) {
 }
 
 void check_slots(const char* op, const TensorView& slot_mapping, std::int64_t num_slots) {
+  if (!is_on_host(slot_mapping)) return;
   for (std::int64_t t = 0; t < slot_mapping.shape[0]; ++t) {
     const std::int64_t slot = index_at(slot_mapping, t);
     FOVEA_CHECK(slot >= -1 && slot < num_slots, invalid_argument,
@@ -245,7 +263,8 @@ void check_offsets(const Argument& argument, std::span<const std::int32_t> offse
               offsets.back(), limit_name, limit);
 }
 
-void write_padding_rows(std::int64_t num_actual, const TensorView& out, const TensorView& lse) {
+void write_padding_rows_on_host(const OpContext&, std::int64_t num_actual, const TensorView& out,
+                                const TensorView& lse) {
   const auto [tokens, heads, width] =
       std::array<std::int64_t, 3>{out.shape[0], out.shape[1], out.shape[2]};
   const std::int64_t element = bytes_of(out.dtype, 1);

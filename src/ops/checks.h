@@ -23,7 +23,26 @@ struct Extent {
   std::int64_t value = kAny;
 };
 
-/// Rank, extents, host memory, strides that int64 can address. Data may be null: see check_data.
+/// What an op was given, for check_devices.
+struct Operand {
+  Operand(const char* name_in, const TensorView& view)
+      : name(name_in), data(view.data), device(view.device) {}
+  Operand(const char* name_in, const PagedKvCache* cache)
+      : name(name_in),
+        data(cache ? cache->row(0, 0) : nullptr),
+        device(cache ? cache->device() : Device{}) {}
+  const char* name;
+  const void* data;
+  Device device;
+};
+
+/// Operands are where ctx computes. Comes before checks that read values: those of other devices'
+/// memory are not read.
+void check_devices(const OpContext& ctx, const char* op, std::initializer_list<Operand> operands);
+/// Whether the host may read the view's values.
+inline bool is_on_host(const TensorView& view) { return view.device.type == Device::Type::cpu; }
+
+/// Rank, extents, strides that int64 can address. Data may be null: see check_data.
 void check_view(const Argument& argument, const TensorView& view,
                 std::initializer_list<Extent> extents);
 /// Elements are there. What workspace_bytes need not know, and an op must.
@@ -63,7 +82,7 @@ void check_heads_cache(const char* op, const PagedKvCache* cache, std::int64_t n
 /// The rows of a cache as a view of bytes.
 TensorView bytes_of_rows(const PagedKvCache& cache);
 
-/// Every slot is -1 or in [0, num_slots).
+/// Every slot is -1 or in [0, num_slots); of slots on the host.
 void check_slots(const char* op, const TensorView& slot_mapping, std::int64_t num_slots);
 
 /// Request `request` reads its first `num_keys` rows: the table is wide enough and every block id
@@ -76,8 +95,5 @@ void check_block_table(const char* op, const BlockTableView& table, std::int64_t
 /// `offsets` is [0, ..., last], does not decrease and ends at `limit` or before it.
 void check_offsets(const Argument& argument, std::span<const std::int32_t> offsets,
                    std::int64_t limit, const char* limit_name);
-
-/// Rows [num_actual, T) of out [T, N, D] become zeros and those of lse [N, T] (optional) -inf.
-void write_padding_rows(std::int64_t num_actual, const TensorView& out, const TensorView& lse);
 
 }  // namespace fovea

@@ -59,6 +59,14 @@ const Implementation<Params>& select(const OpContext& ctx, const Op<Params>& op,
        reasons.empty() ? "; there is none" : reasons);
 }
 
+/// Rows past the schedule's last. No call without rows.
+inline void write_padding_rows(const OpContext& ctx, std::int64_t num_actual, const TensorView& out,
+                               const TensorView& lse) {
+  if (num_actual < out.shape[0]) {
+    ctx.backends.front()->write_padding_rows(ctx, num_actual, out, lse);
+  }
+}
+
 template <class Params>
 std::int64_t scratch_bytes(const OpContext& ctx, const Implementation<Params>& implementation,
                            const Params& params) {

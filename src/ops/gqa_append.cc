@@ -56,6 +56,10 @@ void validate(const GqaAppendParams& p) {
 void gqa_append(const OpContext& ctx, const GqaAppendParams& params) {
   GqaAppendParams flat = params;
   if (params.rope.cos_sin.ndim > 0) flat.rope.positions = flat_positions(params.rope);
+  check_devices(ctx, kGqaAppend.name,
+                {{"k", params.k}, {"v", params.v}, {"slot_mapping", params.slot_mapping},
+                 {"k_cache", params.k_cache}, {"v_cache", params.v_cache},
+                 {"positions", params.rope.positions}, {"cos_sin", params.rope.cos_sin}});
   validate(flat);
   if (params.k.shape[0] == 0) return;
   select(ctx, kGqaAppend, flat).run(ctx, flat);

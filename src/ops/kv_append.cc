@@ -29,6 +29,9 @@ void validate(const KvAppendParams& p) {
 }  // namespace
 
 void kv_append(const OpContext& ctx, const KvAppendParams& params) {
+  check_devices(ctx, kKvAppend.name,
+                {{"kv_c", params.kv_c}, {"k_pe", params.k_pe},
+                 {"slot_mapping", params.slot_mapping}, {"cache", params.cache}});
   validate(params);
   if (params.kv_c.shape[0] == 0) return;
   select(ctx, kKvAppend, params).run(ctx, params);

@@ -43,6 +43,7 @@ void validate(const KvGatherParams& p) {
 }  // namespace
 
 void kv_gather(const OpContext& ctx, const KvGatherParams& params) {
+  check_devices(ctx, kKvGather.name, {{"cache", params.cache}, {"out", params.out}});
   validate(params);
   if (params.out.numel() == 0) return;
   select(ctx, kKvGather, params).run(ctx, params);

@@ -66,6 +66,11 @@ void validate(const MergeStateParams& p) {
 }  // namespace
 
 void merge_state(const OpContext& ctx, const MergeStateParams& params) {
+  check_devices(ctx, kName,
+                {{"prefix.out", params.prefix.out}, {"prefix.lse", params.prefix.lse},
+                 {"suffix.out", params.suffix.out}, {"suffix.lse", params.suffix.lse},
+                 {"result.out", params.result.out}, {"result.lse", params.result.lse},
+                 {"sinks", params.sinks}});
   validate(params);
   if (params.prefix.lse.numel() == 0) return;
   select(ctx, kMergeState, params).run(ctx, params);

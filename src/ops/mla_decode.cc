@@ -74,11 +74,14 @@ std::int64_t workspace_bytes(const OpContext& ctx, const MlaDecodeParams& params
 }
 
 void mla_decode(const OpContext& ctx, const MlaDecodeParams& params) {
+  check_devices(ctx, kName,
+                {{"q_latent", params.q_latent}, {"q_pe", params.q_pe}, {"cache", params.cache},
+                 {"out", params.out}, {"lse", params.lse}, {"sinks", params.sinks}});
   validate_shapes(params);
   validate_data(params);
   const auto& implementation = select_with_scratch(ctx, kMlaDecode, params);
   if (params.schedule->query_start_loc.back() > 0) implementation.run(ctx, params);
-  write_padding_rows(params.schedule->query_start_loc.back(), params.out, params.lse);
+  write_padding_rows(ctx, params.schedule->query_start_loc.back(), params.out, params.lse);
 }
 
 void mla_decode_once(const OpContext& ctx, const MlaDecodeParams& params,
@@ -88,7 +91,7 @@ void mla_decode_once(const OpContext& ctx, const MlaDecodeParams& params,
       schedule_decode(query_start_loc, seq_lens, ctx.plan_target, params.variant);
   MlaDecodeParams planned = params;
   planned.schedule = &schedule;
-  Workspace workspace;
+  Workspace workspace(ctx.memory);
   workspace.reserve(workspace_bytes(ctx, planned));
   OpContext once = ctx;
   once.workspace = &workspace;

@@ -139,6 +139,9 @@ std::array<std::int64_t, 2> tma_aligned_strides(std::int64_t tokens, DType dtype
 }
 
 void quantize_output(const OpContext& ctx, const QuantizeOutputParams& params) {
+  check_devices(ctx, kName,
+                {{"x", params.x}, {"out", params.output.out},
+                 {"block_scale", params.output.block_scale}});
   validate(params);
   select(ctx, kQuantizeOutput, params).run(ctx, params);
 }

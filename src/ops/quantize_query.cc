@@ -30,6 +30,8 @@ void validate(const QuantizeQueryParams& p) {
 }  // namespace
 
 void quantize_query(const OpContext& ctx, const QuantizeQueryParams& params) {
+  check_devices(ctx, kQuantizeQuery.name,
+                {{"q_latent", params.q_latent}, {"q_pe", params.q_pe}, {"out", params.out}});
   validate(params);
   if (params.out.numel() == 0) return;
   select(ctx, kQuantizeQuery, params).run(ctx, params);

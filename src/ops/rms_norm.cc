@@ -31,6 +31,8 @@ void validate(const RmsNormParams& p) {
 }  // namespace
 
 void rms_norm(const OpContext& ctx, const RmsNormParams& params) {
+  check_devices(ctx, kRmsNorm.name,
+                {{"x", params.x}, {"weight", params.weight}, {"out", params.out}});
   validate(params);
   if (params.x.numel() == 0) return;
   select(ctx, kRmsNorm, params).run(ctx, params);

@@ -24,6 +24,9 @@ void validate(const RopeParams& p) {
 void rope(const OpContext& ctx, const RopeParams& params) {
   RopeParams flat = params;
   flat.angles.positions = flat_positions(params.angles);
+  check_devices(ctx, kRope.name,
+                {{"x", params.x}, {"positions", params.angles.positions},
+                 {"cos_sin", params.angles.cos_sin}});
   validate(flat);
   if (flat.x.numel() == 0) return;
   select(ctx, kRope, flat).run(ctx, flat);

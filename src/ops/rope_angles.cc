@@ -42,6 +42,7 @@ void check_rope_angles(const char* op, const RopeAngles& angles, std::int64_t to
 void check_rope_data(const char* op, const RopeAngles& angles) {
   check_data({op, "positions"}, angles.positions);
   check_data({op, "cos_sin"}, angles.cos_sin);
+  if (!is_on_host(angles.positions)) return;
   const std::int64_t axes = angles.sections.multi_axis() ? 3 : 1;
   const std::int64_t tokens = angles.positions.shape[static_cast<std::size_t>(axes > 1)];
   for (std::int64_t axis = 0; axis < axes; ++axis) {

@@ -16,11 +16,11 @@ TensorView flat_positions(const RopeAngles& angles);
 /// flat.
 void check_rope_angles(const char* op, const RopeAngles& angles, std::int64_t tokens,
                        std::int64_t rope_dim);
-/// Elements are there, and every position has a row of cos_sin.
+/// Elements are there, and every position (of those on the host) has a row of cos_sin.
 void check_rope_data(const char* op, const RopeAngles& angles);
 
 /// The axis that channel pair `pair` turns by.
-inline std::int64_t mrope_axis(const MropeSections& sections, std::int64_t pair) {
+constexpr std::int64_t mrope_axis(const MropeSections& sections, std::int64_t pair) {
   if (sections.interleaved) {
     const std::int64_t axis = pair % 3;
     return pair < 3 * sections.pairs[static_cast<std::size_t>(axis)] ? axis : 0;
