@@ -4,9 +4,10 @@
 add_library(fovea_options INTERFACE)
 target_compile_features(fovea_options INTERFACE cxx_std_20)
 # Contraction would make a * b + c depend on the instruction set; kernels ask for FMA by name.
-target_compile_options(fovea_options INTERFACE -Wall -Wextra -Wshadow -ffp-contract=off)
+target_compile_options(fovea_options INTERFACE
+                       $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wshadow -ffp-contract=off>)
 if(FOVEA_WERROR)
-  target_compile_options(fovea_options INTERFACE -Werror)
+  target_compile_options(fovea_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)
 endif()
 if(FOVEA_SANITIZE)
   target_compile_options(fovea_options INTERFACE -fsanitize=${FOVEA_SANITIZE}

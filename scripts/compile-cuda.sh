@@ -10,15 +10,18 @@ if ! command -v nvcc >/dev/null; then
 fi
 out=build/cuda
 mkdir -p "$out"
-# wgmma and setmaxnreg need the sm_90a target.
-flags=(-gencode "arch=compute_90a,code=sm_90a" -std=c++20 -O3 -lineinfo --cudart static
-  -Isrc -Itests -Xptxas -v)
-objects=()
-for source in src/backends/cuda/sm90/mla_decode/mla_decode.cu \
-  src/backends/cuda/sm90/mla_decode/quantized.cu src/backends/cuda/plain/mla_decode.cu \
-  tests/cuda/mla_decode_bench.cu; do
-  object="$out/$(echo "${source%.cu}" | tr / _).o"
-  nvcc "${flags[@]}" -c "$source" -o "$object" 2>"$object.log" || {
+flags=(-std=c++20 -O3 -lineinfo --cudart static --expt-relaxed-constexpr -Iinclude -Isrc -Itests
+  -Xptxas -v)
+# wgmma and setmaxnreg need the sm_90a target; plain kernels run on any GPU from 8.0 on.
+sm90=(-gencode "arch=compute_90a,code=sm_90a")
+sm80=(-gencode "arch=compute_80,code=sm_80")
+
+# compile <source> <flag>...
+compile() {
+  local source=$1 object
+  object="$out/$(echo "${source%.*}" | tr / _).o"
+  shift
+  nvcc "${flags[@]}" "$@" -c "$source" -o "$object" 2>"$object.log" || {
     cat "$object.log" >&2
     exit 1
   }
@@ -26,7 +29,20 @@ for source in src/backends/cuda/sm90/mla_decode/mla_decode.cu \
     echo "$source spills registers; see $object.log" >&2
     exit 1
   fi
-  objects+=("$object")
+  echo "$object"
+}
+
+sources=0
+for source in src/backends/cuda/plain/*.cu src/backends/cuda/*.cu src/backends/cuda/*.cc; do
+  compile "$source" "${sm80[@]}" >/dev/null
+  sources=$((sources + 1))
 done
-nvcc "${flags[@]}" -o "$out/mla_decode_bench" "${objects[@]}" 2>/dev/null
-echo "compiled ${#objects[@]} CUDA sources without spills"
+objects=()
+for source in src/backends/cuda/sm90/mla_decode/*.cu src/backends/cuda/sm90/mla_decode/*.cc \
+  tests/cuda/*.cu; do
+  object=$(compile "$source" "${sm90[@]}")
+  [[ $source == *.cc ]] || objects+=("$object")
+  sources=$((sources + 1))
+done
+nvcc "${sm90[@]}" --cudart static -o "$out/mla_decode_bench" "${objects[@]}"
+echo "compiled $sources CUDA sources without spills"

@@ -10,20 +10,24 @@
 namespace fovea {
 
 struct RuntimeOptions {
-  /// "auto" (FOVEA_BACKEND, else the best here), "cpu" or "reference".
+  /// "auto" (FOVEA_BACKEND, else "cpu"), "cpu", "reference" or "cuda".
   std::string backend = "auto";
-  /// "auto" (FOVEA_ISA, else the best that this processor has), "scalar", "avx2" or "avx512".
+  /// "auto" (FOVEA_ISA, else the best that this processor has), "scalar", "avx2" or "avx512"; with
+  /// "cuda": "auto", or "plain" for the kernels of any GPU alone.
   std::string isa = "auto";
   /// Borrowed; must outlive the runtime. Null: a std::thread pool of num_threads.
   ThreadPool* pool = nullptr;
   int num_threads = 0;  ///< 0: the processors that this process may use.
+  int cuda_device = 0;  ///< The GPU of "cuda".
+  /// "cuda": the cudaStream_t that ops are queued on; null: the default stream. Borrowed.
+  void* cuda_stream = nullptr;
 };
 
 /// Used by one thread at a time. Plans, geometry and layers are immutable and shared freely.
 class Runtime {
  public:
-  /// Throws Error(unsupported) when the processor lacks the forced isa, Error(invalid_argument) on
-  /// an unknown name.
+  /// Throws Error(unsupported) when the processor lacks the forced isa, or when there is no GPU or
+  /// kernel for "cuda"; Error(invalid_argument) on an unknown name.
   explicit Runtime(const RuntimeOptions& options = {});
   ~Runtime();
   Runtime(const Runtime&) = delete;
@@ -33,8 +37,11 @@ class Runtime {
   operator const OpContext&() const { return context(); }
   Workspace& workspace() const { return *context().workspace; }
   int num_threads() const { return context().pool->num_threads(); }
-  std::string_view backend() const;  ///< "cpu" or "reference".
-  std::string_view isa() const;      ///< "scalar", "avx2" or "avx512"; "scalar" for reference.
+  std::string_view backend() const;  ///< "cpu", "reference" or "cuda".
+  /// "scalar", "avx2" or "avx512"; "scalar" for reference; "sm_90", its like or "plain" for cuda.
+  std::string_view isa() const;
+  /// "NVIDIA H200, 132 multiprocessors, 139 GiB"; empty but for cuda.
+  std::string_view device_name() const;
 
  private:
   struct State;

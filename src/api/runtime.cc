@@ -1,10 +1,12 @@
 #include "fovea/runtime.h"
 
 #include <cstdlib>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "backends/cpu/backend.h"
+#include "backends/cuda/backend.h"
 #include "backends/reference/backend.h"
 #include "core/check.h"
 
@@ -27,11 +29,13 @@ Choice choose(const std::string& option, const char* option_name, const char* va
   return {value, variable};
 }
 
-bool wants_cpu(const Choice& backend) {
-  FOVEA_CHECK(backend.value == "auto" || backend.value == "cpu" || backend.value == "reference",
-              invalid_argument, "{} is \"{}\"; it must be auto, cpu or reference", backend.name,
-              backend.value);
-  return backend.value != "reference";
+std::string_view pick_backend(const Choice& choice) {
+  if (choice.value == "auto") return "cpu";
+  for (std::string_view known : {"cpu", "reference", "cuda"}) {
+    if (choice.value == known) return known;
+  }
+  fail(ErrorCode::invalid_argument, "{} is \"{}\"; it must be auto, cpu, reference or cuda",
+       choice.name, choice.value);
 }
 
 Isa pick_isa(const Choice& choice) {
@@ -55,12 +59,30 @@ Isa pick_isa(const Choice& choice) {
 
 struct Runtime::State {
   std::unique_ptr<ThreadPool> owned_pool;
-  Workspace workspace;
+  std::optional<Workspace> workspace;  ///< In the memory that the backend computes in.
   std::vector<const Backend*> backends;
   std::string_view backend;
-  std::string_view isa;
+  std::string isa;
+  std::string device_name;
   OpContext context;
+
+  void use_cuda(const RuntimeOptions& options, const Choice& kernels);
 };
+
+void Runtime::State::use_cuda(const RuntimeOptions& options, const Choice& kernels) {
+  FOVEA_CHECK(kernels.value == "auto" || kernels.value == "plain", invalid_argument,
+              "{} is \"{}\" with backend cuda; it must be auto or plain", kernels.name,
+              kernels.value);
+  const CudaDevice device = open_cuda_device(options.cuda_device);
+  const bool plain = kernels.value == "plain";
+  backends.push_back(&cuda_backend(plain ? 0 : device.major));
+  isa = plain ? "plain" : "sm_" + std::to_string(device.major) + std::to_string(device.minor);
+  device_name = device.name + ", " + std::to_string(device.multiprocessors) +
+                " multiprocessors, " + std::to_string(device.memory_bytes >> 30) + " GiB";
+  context.memory = cuda_memory(options.cuda_device);
+  context.stream = options.cuda_stream;
+  context.plan_target.num_workers = device.multiprocessors;
+}
 
 Runtime::Runtime(const RuntimeOptions& options) : state_(std::make_unique<State>()) {
   State& state = *state_;
@@ -68,22 +90,24 @@ Runtime::Runtime(const RuntimeOptions& options) : state_(std::make_unique<State>
               "num_threads is {}; it must be 0 (all processors) or positive", options.num_threads);
   const Choice backend = choose(options.backend, "backend", "FOVEA_BACKEND");
   const Choice isa = choose(options.isa, "isa", "FOVEA_ISA");
-  if (wants_cpu(backend)) {
-    const Isa picked = pick_isa(isa);
-    state.backends.push_back(cpu_backend(picked));
-    state.backend = "cpu";
-    state.isa = name_of(picked);
-  } else {
-    state.backend = "reference";
-    state.isa = name_of(Isa::scalar);
-  }
-  state.backends.push_back(&reference_backend());
-
+  state.backend = pick_backend(backend);
   if (!options.pool) state.owned_pool = make_std_thread_pool(options.num_threads);
   state.context.pool = options.pool ? options.pool : state.owned_pool.get();
-  state.context.workspace = &state.workspace;
-  state.context.backends = state.backends;
   state.context.plan_target.num_workers = state.context.pool->num_threads();
+  if (state.backend == "cuda") {
+    state.use_cuda(options, isa);
+  } else if (state.backend == "cpu") {
+    const Isa picked = pick_isa(isa);
+    state.backends.push_back(cpu_backend(picked));
+    state.isa = name_of(picked);
+  } else {
+    state.isa = name_of(Isa::scalar);
+  }
+  // The reference computes on the host.
+  if (state.backend != "cuda") state.backends.push_back(&reference_backend());
+  state.workspace.emplace(state.context.memory);
+  state.context.workspace = &*state.workspace;
+  state.context.backends = state.backends;
   // A CPU tile converts its keys and values to f32 for all of its rows: 128 rows reach 60 to 70 %
   // of the FMA peak in prefill of 2048 tokens, 64 rows 53 to 62 %.
   state.context.plan_target.prefill_query_tile = 128;
@@ -94,6 +118,7 @@ Runtime::~Runtime() = default;
 const OpContext& Runtime::context() const { return state_->context; }
 std::string_view Runtime::backend() const { return state_->backend; }
 std::string_view Runtime::isa() const { return state_->isa; }
+std::string_view Runtime::device_name() const { return state_->device_name; }
 
 std::string cpu_features() {
   std::string features;

@@ -100,6 +100,35 @@ TEST_F(RuntimeTest, AForcedInstructionSetIsTheOneThatRuns) {
   }
 }
 
+TEST_F(RuntimeTest, CudaRunsItsOwnKernelsOrSaysWhyNot) {
+  expect_says(error_of(with("cuda", "avx2"), ErrorCode::invalid_argument),
+              {"isa is \"avx2\" with backend cuda", "auto", "plain"});
+  const ScopedVariable variable("FOVEA_BACKEND", "cuda");
+  for (const char* isa : {"auto", "plain"}) {
+    try {
+      const Runtime runtime(with("auto", isa));
+      EXPECT_EQ(runtime.backend(), "cuda");
+      EXPECT_FALSE(runtime.device_name().empty());
+      for (const ImplementationChoice& choice : explain_implementations(runtime, DType::bf16)) {
+        const bool fast = choice.op == "mla_decode" && runtime.isa() == "sm_90";
+        const char* expected = fast ? "cuda/sm90" : "cuda/plain";
+        if (choice.reason.empty()) {
+          EXPECT_EQ(choice.implementation, expected);
+        }
+      }
+      const Tensor x = Tensor::zeros(DType::f32, {1, 4});
+      try {
+        rms_norm(runtime, {x, x.view().select(0, 0), x});
+      } catch (const Error& error) {  // Unless the GPU shares the host's page tables.
+        expect_says(error.what(), {"x is in host memory", "pinned"});
+      }
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::unsupported);
+      expect_says(error.what(), {"cuda"});
+    }
+  }
+}
+
 TEST_F(RuntimeTest, OptionsWinOverTheEnvironment) {
   const ScopedVariable backend("FOVEA_BACKEND", "reference");
   const ScopedVariable isa("FOVEA_ISA", "no such thing");

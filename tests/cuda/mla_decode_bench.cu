@@ -7,7 +7,6 @@
 #include <cstring>
 #include <functional>
 
-#include "backends/cuda/plain/mla_decode.h"
 #include "backends/cuda/sm90/mla_decode/mla_decode.h"
 #include "cuda/mla_decode_data.h"
 
@@ -48,13 +47,6 @@ void check_case(const CaseShape& shape, std::uint32_t seed) {
   if (shape.name.find(only) == std::string::npos) return;
   Case c(shape, seed);
   const Reference ref = reference(c);
-  c.d_out.poison();
-  c.d_lse.poison();
-  check_cuda(mla_decode_plain(c.params, nullptr), "plain");
-  check_cuda(cudaDeviceSynchronize(), "plain");
-  ++checks;
-  if (!matches(c, ref, shape.name + " plain")) ++failures;
-
   if (const char* reason = mla_decode_sm90_declines(c.params)) {
     std::printf("FAIL %s declined: %s\n", shape.name.c_str(), reason);
     ++failures;

@@ -18,7 +18,8 @@ from mutations import MUTATIONS
 
 LIBRARY = [
     "src/core/*.cc", "src/quant/*.cc", "src/kv/**/*.cc", "src/plan/*.cc", "src/ops/*.cc",
-    "src/backends/reference/*.cc", "src/oracle/*.cc", "src/api/runtime.cc",
+    "src/backends/reference/*.cc", "src/backends/cuda_stub/*.cc", "src/oracle/*.cc",
+    "src/api/runtime.cc",
     "tests/mutation/reference_only.cc",
 ]
 LAYERS = ["src/layers/*.cc", "src/linear/*.cc"]

@@ -14,18 +14,23 @@
 
 namespace fovea::test {
 
-/// Of "reference", or the instruction set that the cpu backend is forced to.
+/// Of "reference", "cuda", "cuda_plain", or the instruction set that the cpu backend is forced to.
 inline RuntimeOptions options_of(const std::string& backend, int num_threads) {
   RuntimeOptions options;
-  options.backend = backend == "reference" ? "reference" : "cpu";
-  options.isa = backend == "reference" ? "auto" : backend;
+  if (backend == "reference" || backend == "cuda") {
+    options.backend = backend;
+  } else {
+    options.backend = backend == "cuda_plain" ? "cuda" : "cpu";
+    options.isa = backend == "cuda_plain" ? "plain" : backend;
+  }
   options.num_threads = num_threads;
   return options;
 }
 
-inline constexpr const char* kBackends[] = {"reference", "scalar", "avx2", "avx512"};
+inline constexpr const char* kBackends[] = {"reference", "scalar", "avx2",
+                                            "avx512",    "cuda",   "cuda_plain"};
 
-/// Why this processor cannot run a backend; empty when it can.
+/// Why this machine cannot run a backend; empty when it can.
 inline std::string why_unavailable(const std::string& backend) {
   try {
     Runtime(options_of(backend, 1));

@@ -194,13 +194,22 @@ class SparseMemory {
         data_(mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)) {}
   ~SparseMemory() {
+    for (void* lent : lent_) device_hooks.take_back(lent);
     if (data_ != MAP_FAILED) munmap(data_, bytes_);
   }
   SparseMemory(const SparseMemory&) = delete;
   SparseMemory& operator=(const SparseMemory&) = delete;
   void* data() const { return data_ == MAP_FAILED ? nullptr : data_; }
+  /// Ops will read and write these `bytes` from offsets on, multiples of a page.
+  void use(std::initializer_list<std::int64_t> offsets, std::int64_t bytes) {
+    for (std::int64_t offset : offsets) {
+      lent_.push_back(static_cast<std::byte*>(data_) + offset);
+      device_hooks.lend(lent_.back(), bytes);
+    }
+  }
 
  private:
+  std::vector<void*> lent_;
   std::size_t bytes_;
   void* data_;
 };
@@ -212,8 +221,9 @@ TEST_P(LargeCache, OffsetsPassThirtyTwoBits) {  // B035, B036, B037
   // Blocks 2^21 bytes apart: block 1024 starts at 2^31 bytes, block 2048 at 2^32.
   const KvFormat format{dtype(), kRow};
   const KvCacheLayout layout{.num_blocks = 2500, .block_size = 16, .block_stride = 1 << 21};
-  const SparseMemory memory(static_cast<std::size_t>(PagedKvCache::required_bytes(format, layout)));
+  SparseMemory memory(static_cast<std::size_t>(PagedKvCache::required_bytes(format, layout)));
   if (!memory.data()) GTEST_SKIP() << "no 5 GiB of address space";
+  memory.use({0, 1023ll << 21, 2049ll << 21, 2499ll << 21}, 16 * format.row_bytes());
   const PagedKvCache cache = PagedKvCache::view(memory.data(), format, layout);
 
   const std::vector<std::int32_t> table{2499, 1023, 2049};
@@ -259,8 +269,11 @@ TEST_P(LargeCache, KeysAndValuesOfHeadsPassThirtyTwoBitsToo) {
   const KvFormat format{dtype(), kRow};
   const KvCacheLayout layout{.num_blocks = 2500, .block_size = 16, .block_stride = 1 << 21};
   const auto bytes = static_cast<std::size_t>(PagedKvCache::required_bytes(format, layout));
-  const SparseMemory k_memory(bytes), v_memory(bytes);
+  SparseMemory k_memory(bytes), v_memory(bytes);
   if (!k_memory.data() || !v_memory.data()) GTEST_SKIP() << "no 10 GiB of address space";
+  for (SparseMemory* memory : {&k_memory, &v_memory}) {
+    memory->use({0, 1023ll << 21, 2049ll << 21, 2499ll << 21}, 16 * format.row_bytes());
+  }
   const PagedKvCache k_cache = PagedKvCache::view(k_memory.data(), format, layout);
   const PagedKvCache v_cache = PagedKvCache::view(v_memory.data(), format, layout);
   const std::vector<std::int32_t> table{2499, 1023, 2049};

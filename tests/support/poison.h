@@ -195,12 +195,25 @@ inline void poison(const TensorView& view) {
   });
 }
 
+/// What support/cuda_memory.cc replaces where there is a device.
+struct DeviceHooks {
+  /// Fills memory of the host or the device.
+  void (*fill)(void* memory, std::byte value, std::int64_t bytes) =
+      [](void* memory, std::byte value, std::int64_t bytes) {
+        std::fill_n(static_cast<std::byte*>(memory), bytes, value);
+      };
+  /// Makes memory that is not of the heap addressable by the device, and no longer.
+  void (*lend)(void* memory, std::int64_t bytes) = [](void*, std::int64_t) {};
+  void (*take_back)(void* memory) = [](void*) {};
+};
+inline DeviceHooks device_hooks;
+
 /// Everything that is not taken. Starts the peak anew.
 inline void poison(Workspace& workspace) {
   {
     WorkspaceScope scope(workspace);
     const std::int64_t bytes = workspace.capacity() - workspace.used();
-    poison_bytes(scope.take_bytes(bytes), bytes);
+    device_hooks.fill(scope.take_bytes(bytes), kPoison, bytes);
   }
   workspace.reset_peak();
 }

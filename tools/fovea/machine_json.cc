@@ -34,6 +34,7 @@ nlohmann::ordered_json describe_machine(const Runtime& runtime) {
                      {"threads", runtime.num_threads()},
                      {"backend", runtime.backend()},
                      {"isa", runtime.isa()}};
+  if (!runtime.device_name().empty()) json["machine"]["device"] = runtime.device_name();
   return json;
 }
 

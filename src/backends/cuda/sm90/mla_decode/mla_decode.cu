@@ -1,6 +1,8 @@
 #include <cudaTypedefs.h>
 
 #include <algorithm>
+#include <atomic>
+#include <bit>
 #include <numeric>
 
 #include "backends/cuda/sm90/mla_decode/kernel.cuh"
@@ -56,19 +58,24 @@ struct Function {
   const void* address;
   std::size_t shared_bytes;
   int threads;
+  static constexpr int kNumbers = 24;
+  int number;  ///< Below kNumbers, its own.
 };
 
 Function function_of(const MlaDecodeParams& p, std::int32_t rows) {
+  const int size = rows == 16 ? 0 : rows == 32 ? 1 : 2;
+  const bool is_bf16 = p.query_type == ElementType::bf16;
+  const int number = (static_cast<int>(p.cache_format) * 2 + is_bf16) * 3 + size;
   if (p.cache_format != CacheFormat::dense) {
     const mla::QuantizedKernel kernel = mla::quantized_kernel(p.cache_format, rows);
-    return {reinterpret_cast<const void*>(kernel.function), kernel.shared_bytes, kernel.threads};
+    return {reinterpret_cast<const void*>(kernel.function), kernel.shared_bytes, kernel.threads,
+            number};
   }
-  const Kernel kernel =
-      p.query_type == ElementType::bf16 ? kernel_of<__nv_bfloat16>(rows) : kernel_of<__half>(rows);
+  const Kernel kernel = is_bf16 ? kernel_of<__nv_bfloat16>(rows) : kernel_of<__half>(rows);
   const std::size_t bytes = rows == 16   ? dense_bytes<16>
                             : rows == 32 ? dense_bytes<32>
                                          : dense_bytes<64>;
-  return {reinterpret_cast<const void*>(kernel), bytes, mla::kThreads};
+  return {reinterpret_cast<const void*>(kernel), bytes, mla::kThreads, number};
 }
 static_assert(sizeof(mla::SharedMemory<16>) <= 227 * 1024);
 static_assert(sizeof(mla::SharedMemory<32>) <= 227 * 1024);
@@ -102,6 +109,24 @@ cudaError_t prepare(const Function& function) {
                            static_cast<int>(function.shared_bytes));
   if (status != cudaSuccess) return status;
   return cudaFuncSetAttribute(function.address, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+}
+
+/// Clusters of a launch that `device` holds at once. Asking the driver takes many times a launch,
+/// so it is asked once for each kernel and cluster.
+cudaError_t clusters_at_once(const Function& function, const Launch& launch, int device,
+                             int* clusters) {
+  constexpr int kDevices = 16, kClusters = 5;
+  static std::atomic<int> known[kDevices][Function::kNumbers][kClusters];  // Plus 1; 0: not asked.
+  const int size = std::countr_zero(launch.attributes[0].val.clusterDim.x);
+  std::atomic<int>* entry = device < kDevices ? &known[device][function.number][size] : nullptr;
+  if (entry && *entry > 0) {
+    *clusters = *entry - 1;
+    return cudaSuccess;
+  }
+  const cudaError_t status =
+      cudaOccupancyMaxActiveClusters(clusters, function.address, &launch.config);
+  if (entry && status == cudaSuccess) *entry = *clusters + 1;
+  return status;
 }
 
 PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
@@ -215,7 +240,7 @@ cudaError_t mla_decode_sm90_geometry(const MlaDecodeParams& p, MlaDecodeGeometry
   for (g.splits_per_group = mla::kMaxSplits / g.row_tiles_per_group;; g.splits_per_group /= 2) {
     Launch launch(g, function, nullptr);
     int clusters = 0;
-    status = cudaOccupancyMaxActiveClusters(&clusters, function.address, &launch.config);
+    status = clusters_at_once(function, launch, device, &clusters);
     if (status != cudaSuccess) return status;
     g.num_groups = std::max(clusters, 1);
     if (clusters > jobs) g.num_groups -= static_cast<int>(clusters % jobs);
