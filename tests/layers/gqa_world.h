@@ -12,12 +12,14 @@
 #include <utility>
 #include <vector>
 
+#include "engine/stored_row_error.h"
 #include "fovea/attention.h"
 #include "fovea/oracle.h"
 #include "fovea/runtime.h"
 #include "layers/gqa_weights.h"
 #include "layers/sequences.h"
 #include "support/compare.h"
+#include "support/oracle_format.h"
 
 namespace fovea::test {
 
@@ -33,6 +35,8 @@ struct GqaOptions {
   std::string backend = "auto";
   std::int64_t block_size = 8;
   bool one_cache = false;  ///< Keys and values are columns of one.
+  std::string kv_format = "";  ///< Empty: that of dtype.
+  float kv_scale = 1;          ///< Of keys in formats with one scale; values have twice that.
   SplitPolicy split = {};
   std::int64_t padding_rows = 2;
   bool two_dim_positions = false;
@@ -124,8 +128,9 @@ class GqaWorld {
   void run(const std::vector<Extend>& extends) {
     Step s = prepare(extends);
     run_step(layer_, context(), s, cache_);
-    sequences_.advance(extends, *s.out, [this](const Extend& extend, const TensorView& out) {
-      accept(extend, out);
+    std::int32_t request = 0;
+    sequences_.advance(extends, *s.out, [&](const Extend& extend, const TensorView& out) {
+      accept(extend, request++ < s.plan.split.num_decodes, out);
     });
   }
 
@@ -146,16 +151,23 @@ class GqaWorld {
   oracle::Rotary oracle_rotary() const {
     return oracle::rotary(options_.rope_dim, 10000, options_.pairing == RopePairing::interleaved);
   }
-  PagedKvCache cache_of(std::int64_t row_elements) {
-    return make_cache({.dtype = options_.dtype, .row_elements = row_elements},
-                      sequences_.num_blocks(), options_.block_size, memory_.emplace_back());
+  PagedKvCache cache_of(const KvFormat& format) {
+    return make_cache(format, sequences_.num_blocks(), options_.block_size,
+                      memory_.emplace_back());
   }
   void make_caches() {
     if (options_.one_cache) {
-      cache_ = GqaCache::columns_of(cache_of(dims_.k_size() + dims_.v_size()), dims_);
-    } else {
-      cache_ = {.k = cache_of(dims_.k_size()), .v = cache_of(dims_.v_size())};
+      cache_ = GqaCache::columns_of(
+          cache_of({.dtype = options_.dtype, .row_elements = dims_.k_size() + dims_.v_size()}),
+          dims_);
+      return;
     }
+    const std::string name =
+        options_.kv_format.empty() ? std::string(name_of(options_.dtype)) : options_.kv_format;
+    cache_ = {.k = cache_of(
+                  heads_format(name, dims_.num_kv_heads, dims_.head_dim, options_.kv_scale)),
+              .v = cache_of(heads_format(name, dims_.num_kv_heads, dims_.v_head_dim,
+                                         2 * options_.kv_scale))};
   }
   static std::int64_t axis_position(std::int64_t axis, std::int64_t position) {
     return axis == 0 ? position : axis == 1 ? position * 7 % 50 : position / 3;
@@ -199,26 +211,33 @@ class GqaWorld {
   }
 
   /// `out`: the layer's rows of a sequence's newest tokens, already stored.
-  void accept(const Extend& extend, const TensorView& out) {
+  void accept(const Extend& extend, bool is_decode, const TensorView& out) {
     const std::size_t i = extend.sequence;
     const std::int32_t end = sequences_.done(i), begin = end - extend.tokens;
     std::vector<double> q, k, v;
+    // New tokens of prefills attend to each other as they were before they were stored.
+    const bool reads_fresh = !is_decode && cache_.k.format().dtype != options_.dtype;
     for (std::int32_t t = 0; t < end; ++t) {
-      const TensorView key = stored_row(cache_.k, sequences_.slot_of(i, t));
-      const TensorView value = stored_row(cache_.v, sequences_.slot_of(i, t));
+      const std::int64_t slot = sequences_.slot_of(i, t);
+      std::vector<double> key = row_values(cache_.k, slot), value = row_values(cache_.v, slot);
       if (t >= begin) {
         const std::int64_t position = extend.position(begin, t - begin);
         const std::vector<double> row = expected_row(i, t, position);
-        const auto split = static_cast<std::size_t>(dims_.k_size());
-        const RowTolerance tolerance{relative_limit(options_.dtype), 0};
-        EXPECT_TRUE(rows_close(std::span(row).first(split), key, tolerance))
+        const auto split = row.begin() + dims_.k_size();
+        const std::vector<double> fresh_key(row.begin(), split), fresh_value(split, row.end());
+        const double limit = relative_limit(options_.dtype);
+        EXPECT_LE(engine::stored_row_error(cache_.k.format(), fresh_key, key).error, limit)
             << "key of sequence " << i << ", token " << t;
-        EXPECT_TRUE(rows_close(std::span(row).subspan(split), value, tolerance))
+        EXPECT_LE(engine::stored_row_error(cache_.v.format(), fresh_value, value).error, limit)
             << "value of sequence " << i << ", token " << t;
+        if (reads_fresh) {
+          key = fresh_key;
+          value = fresh_value;
+        }
         append(q, expected_query(i, t, position));
       }
-      append(k, to_doubles(key));
-      append(v, to_doubles(value));
+      append(k, key);
+      append(v, value);
     }
     const oracle::GqaWeights& base = weights_.twin(-1);
     const oracle::AttentionResult attended =
@@ -250,6 +269,10 @@ class GqaWorld {
     }
     EXPECT_TRUE(rows_close(expected, out, {relative_limit(options_.dtype), 0}))
         << "sequence " << i << ", tokens [" << begin << ", " << end << ")";
+  }
+  static std::vector<double> row_values(const PagedKvCache& cache, std::int64_t slot) {
+    return oracle::decode_row(cache.slot(slot), cache.format().row_elements,
+                              oracle_format(cache.format()));
   }
   static void append(std::vector<double>& to, const std::vector<double>& from) {
     to.insert(to.end(), from.begin(), from.end());

@@ -14,7 +14,6 @@
 #include <utility>
 #include <vector>
 
-#include "engine/oracle_weights.h"
 #include "engine/stored_row_error.h"
 #include "fovea/mla.h"
 #include "fovea/oracle.h"
@@ -25,6 +24,7 @@
 #include "layers/rows_difference.h"
 #include "layers/sequences.h"
 #include "support/compare.h"
+#include "support/oracle_format.h"
 
 namespace fovea::test {
 
@@ -107,7 +107,7 @@ class World {
     for (std::int32_t t = 0; t < done(sequence); ++t) {
       const std::vector<double> row =
           oracle::decode_row(cache_.slot(sequences_.slot_of(sequence, t)), format.row_elements,
-                             engine::oracle_row_format(format));
+                             oracle_format(format));
       rows.insert(rows.end(), row.begin(), row.end());
     }
     return rows;

@@ -1,14 +1,17 @@
-// MLA layers over every KV format, block size and path, on what is stored; quantised queries.
+// Layers over every KV format, block size and path, on what is stored; quantised queries.
 #include <gtest/gtest.h>
 
 #include <string>
 
 #include "fovea/error.h"
+#include "layers/allocations.h"
+#include "layers/gqa_world.h"
 #include "layers/mla_world.h"
 
 namespace fovea {
 namespace {
 
+using test::GqaWorld;
 using test::LayerShape;
 using test::World;
 using test::WorldOptions;
@@ -28,7 +31,21 @@ void serve(World& world) {
   world.run({{1, 9}, {0, 9}, {2, 5}});
   world.run({{0, 1}, {1, 1}, {2, 1}});
 }
-const std::vector<std::int32_t> kLengths = {53, 15, 6};
+const std::vector<std::int32_t> kLengths = {60, 20, 6};
+
+/// With what the step asks for reserved, it takes nothing else: no decoded copy of anything.
+template <class World>
+void expect_no_allocations(World& world, const std::vector<test::Extend>& extends) {
+  auto s = world.prepare(extends);
+  s.step.plan = &s.plan;
+  OpContext ctx = world.context();
+  Workspace workspace;
+  workspace.reserve(world.layer().workspace_bytes(ctx, s.plan));
+  ctx.workspace = &workspace;
+  const auto step = [&] { world.layer()(ctx, *s.hidden, *s.out, s.step, world.cache()); };
+  step();
+  EXPECT_LE(test::count_allocations(step), 0);
+}
 
 class MlaFormats : public testing::TestWithParam<std::string_view> {};
 INSTANTIATE_TEST_SUITE_P(, MlaFormats, testing::ValuesIn(kv_format_names()),
@@ -46,6 +63,7 @@ TEST_P(MlaFormats, EveryPathEqualsTheStoredValuesInBlocksOfAnySize) {
                    .workspace_rows = std::max<std::int64_t>(16, block_size)},
                   kLengths);
       serve(world);
+      expect_no_allocations(world, {{1, 1}, {0, 6}});
     }
   }
 }
@@ -64,6 +82,32 @@ TEST_P(MlaFormats, QuantisedQueriesOnEveryPath) {  // F164, F167, B117, B126
     World exact(options, kLengths);
     serve(exact);
     EXPECT_NE(world.outputs(0), exact.outputs(0));
+  }
+}
+
+TEST(MlaFormats656, ADecodeBesideAShortPrefillWithContext) {  // B134
+  World world({.shape = shape_of("fp8_ds_mla"), .kv_format = "fp8_ds_mla", .block_size = 64},
+              {31, 106});
+  world.run({{0, 30}, {1, 100}});
+  world.run({{0, 1}, {1, 6}});
+}
+
+/// Keys are turned once, before they are rounded.
+TEST(GqaFormats, EveryPathEqualsTheStoredValuesInBlocksOfAnySize) {  // B117, B140, B141
+  for (const std::string_view name : kv_format_names()) {
+    if (name == "fp8_ds_mla") continue;  // A latent row.
+    for (const std::int64_t block_size : kBlockSizes) {
+      SCOPED_TRACE(std::string(name) + " in blocks of " + std::to_string(block_size));
+      GqaWorld world({.block_size = block_size,
+                      .kv_format = std::string(name),
+                      .kv_scale = 0.0137f},
+                     kLengths);
+      world.run({{0, 37}, {1, 4}});
+      world.run({{1, 1}, {0, 6}});
+      world.run({{1, 9}, {0, 9}, {2, 5}});
+      world.run({{0, 1}, {1, 1}, {2, 1}});
+      expect_no_allocations(world, {{1, 1}, {0, 6}});
+    }
   }
 }
 
