@@ -121,25 +121,28 @@ TEST(KvFormats, AnUnknownFormatIsRefusedByName) {
             std::string::npos);
 }
 
-TEST(KvFormats, ScratchDoesNotGrowWithContext) {
-  // Beyond cache and plan workspace a step takes the same whatever the format and the context.
-  const Model model = test::make_tiny_model({.num_layers = 1});
-  const Runtime runtime({.num_threads = 1});
-  for (const std::string_view format : kv_format_names()) {
-    if (format == "fp8_ds_mla") continue;  // Not of these dims.
-    std::vector<std::int64_t> peaks;
-    for (const std::int32_t prompt : {200, 600}) {
-      Workload workload;
-      workload.requests.push_back({.prompt_tokens = prompt, .answer_tokens = 2});
-      EngineOptions options;
-      options.token_budget = 32;
-      options.workspace_rows = 64;
-      options.kv_format = std::string(format);
-      Engine engine(runtime, model, options);
-      peaks.push_back(engine.serve(workload).peak_workspace_bytes);
-    }
-    EXPECT_EQ(peaks[0], peaks[1]) << format;
-  }
+TEST_P(KvFormatServing, ScratchDoesNotGrowWithContext) {
+  // Beyond cache and plan a step takes the same whatever the format and the context.
+  const std::string name(GetParam());
+  const auto peak = [&](const Model& model, std::int32_t prompt_tokens) {
+    const Runtime runtime({.num_threads = 1});
+    Workload workload;
+    workload.requests.push_back({.prompt_tokens = prompt_tokens, .answer_tokens = 2});
+    EngineOptions options;
+    options.token_budget = 32;
+    if (model.config().is_mla()) options.workspace_rows = 64;
+    options.kv_format = name;
+    Engine engine(runtime, model, options);
+    return engine.serve(workload).peak_workspace_bytes;
+  };
+  const bool is_ds_mla = name == "fp8_ds_mla";
+  const Model latent =
+      is_ds_mla ? Model::load("deepseek-v2-lite", {.dtype = DType::bf16, .max_position = 640})
+                : test::make_tiny_model({.num_layers = 1});
+  EXPECT_EQ(peak(latent, 200), peak(latent, 600));
+  if (is_ds_mla) return;
+  const Model grouped = test::make_tiny_gqa_model({.num_layers = 1});
+  EXPECT_EQ(peak(grouped, 200), peak(grouped, 600));
 }
 
 }  // namespace

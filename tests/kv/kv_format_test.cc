@@ -162,6 +162,28 @@ TEST(KvFormat, RoundTripIsWithinHalfAStep) {
   }
 }
 
+/// No zero in a group, as a scale of its range would have it, and heads of no power of two.
+TEST(KvFormat, ValuesFarFromZeroAreWithinHalfAStepOfTheirLargest) {  // B132
+  for (const std::string_view name : kv_format_names()) {
+    if (name == "fp8_ds_mla") continue;
+    const KvFormat format = heads_format(name, 2, 96);
+    std::vector<float> values(192);
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      values[i] = static_cast<float>(5 + test::random_unit(3, i));
+    }
+    const std::vector<float> got = decoded(format, encoded(format, values));
+    // Half a step: of integers 6 / 127 or 6 / 7, of floats between 4 and 8 the mantissa's.
+    double half = 0x1p-6;  // Of bf16 between 4 and 8.
+    if (format.dtype == DType::i8) half = 3.0 / 127;
+    if (format.dtype == DType::i4) half = 3.0 / 7;
+    if (format.dtype == DType::f8e4m3fn) half = 0.25;
+    if (format.dtype == DType::f8e5m2) half = 0.5;
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      EXPECT_NEAR(values[i], got[i], half * 1.0001) << name << " channel " << i;
+    }
+  }
+}
+
 TEST(KvFormat, ANaNStaysVisible) {
   for (const std::string_view name : kv_format_names()) {
     const KvFormat format = latent_format(name, 512, 64);

@@ -1,4 +1,6 @@
 // What the append ops store in every format, byte for byte, and what gathers read.
+#include <array>
+#include <cmath>
 #include <cstring>
 
 #include "fovea/ops.h"
@@ -52,6 +54,48 @@ TEST_P(KvFormatsAppend, AppendWritesWhatTheCodecSaysAndGatherReadsIt) {
       EXPECT_EQ(0, std::memcmp(raw.view().select(0, slot).data, cache.slot(slot),
                                static_cast<std::size_t>(format.row_bytes())));
     }
+  }
+}
+
+TEST_P(KvFormatsAppend, ScalesMayBePowersOfTwo) {
+  const PaddedTensor kv_c(dtype(), {1, 512}), k_pe(dtype(), {1, 64});
+  fill_normal(kv_c, 5);
+  fill_normal(k_pe, 6);
+  std::vector<std::int64_t> slot{0};
+  for (const bool power_of_two : {false, true}) {
+    KvFormat format = latent_format("fp8_ds_mla", 512, 64);
+    format.power_of_two_scales = power_of_two;
+    const PagedKvCache cache = PagedKvCache::allocate(format, {.num_blocks = 1, .block_size = 1});
+    kv_append(ctx(), {kv_c, k_pe, TensorView::of(slot.data(), {1}), &cache});
+    std::array<float, 4> scales;
+    std::memcpy(scales.data(), cache.slot(0) + 512, sizeof scales);
+    for (std::int64_t g = 0; g < 4; ++g) {
+      double amax = 0;
+      for (const double x : to_doubles(kv_c.view().slice(1, 128 * g, 128 * (g + 1)))) {
+        amax = std::max(amax, std::abs(x));
+      }
+      const double exact = amax / 448;
+      const double expected = power_of_two ? std::exp2(std::ceil(std::log2(exact))) : exact;
+      EXPECT_FLOAT_EQ(static_cast<float>(expected), scales[static_cast<std::size_t>(g)]);
+    }
+  }
+}
+
+TEST_P(KvFormatsAppend, SlotsBeyondTheCacheAreRefusedInEveryFormat) {  // B133
+  const PaddedTensor kv_c(dtype(), {2, 512}), k_pe(dtype(), {2, 64});
+  fill_normal(kv_c, 5);
+  fill_normal(k_pe, 6);
+  for (const std::string_view name : kv_format_names()) {
+    const KvFormat format = latent_format(name, 512, 64, {0.0137f, 0.0137f});
+    const PagedKvCache cache = PagedKvCache::allocate(format, {.num_blocks = 2, .block_size = 3});
+    poison_bytes(cache.slot(0), 6 * format.row_bytes());
+    for (const std::int64_t beyond : {std::int64_t{6}, std::int64_t{1} << 40, std::int64_t{-2}}) {
+      std::vector<std::int64_t> slots{1, beyond};
+      expect_error(ErrorCode::invalid_argument, {"slot_mapping"}, [&] {
+        kv_append(ctx(), {kv_c, k_pe, TensorView::of(slots.data(), {2}), &cache});
+      });
+    }
+    EXPECT_TRUE(still_poisoned(cache.slot(0), 6 * format.row_bytes())) << name;
   }
 }
 

@@ -164,6 +164,45 @@ TEST_P(QuantizeOutput, Nvfp4ScalesLieInTilesAndPaddingIsZero) {  // F180
   }
 }
 
+/// Scales are honoured far below 1, where FP8 itself has next to no codes.
+TEST_P(QuantizeOutput, SmallOutputsKeepTheirPrecision) {  // B136
+  constexpr std::int64_t kWidth = 128;
+  const PaddedTensor x(dtype(), {1, kWidth}), fp8(DType::f8e4m3fn, {1, kWidth});
+  fill_normal(x, 3, 1e-3);
+  const std::vector<double> values = to_doubles(x);
+  const PaddedTensor group(DType::f32, {1, 1}), fp4(DType::u8, {1, kWidth / 2});
+  const Tensor tiles = Tensor::empty(DType::f8e4m3fn, {128, 8});
+  const float amax = 4e-3f;
+  const QuantizedOutput outputs[] = {{.out = fp8, .block_scale = {}, .scale = amax / 448},
+                                     {.out = fp8, .block_scale = {}, .inv_scale = 448 / amax},
+                                     {.out = fp8, .block_scale = group},
+                                     {.out = fp4, .block_scale = tiles, .scale = amax / 448 / 6}};
+  for (const QuantizedOutput& output : outputs) {
+    quantize_output(ctx(), {x, output});
+    const bool is_fp4 = output.out.dtype == DType::u8;
+    double error = 0, norm = 0;
+    for (std::int64_t d = 0; d < kWidth; ++d) {
+      double scale = static_cast<double>(output.scale);
+      if (output.inv_scale > 0) scale = 1 / static_cast<double>(output.inv_scale);
+      if (output.block_scale.dtype == DType::f32 && output.block_scale) {
+        scale = static_cast<double>(*group.view().ptr<float>({0, 0}));
+      }
+      const int byte = *output.out.ptr<std::uint8_t>({0, is_fp4 ? d / 2 : d});
+      double code = is_fp4 ? 0 : e4m3(static_cast<std::uint8_t>(byte));
+      if (is_fp4) {
+        // The first row of the first tiles, four groups each.
+        const std::int64_t g = d / 16;
+        const auto* scales = static_cast<const std::uint8_t*>(tiles.view().data);
+        code = e2m1(d % 2 == 0 ? byte & 15 : byte >> 4) * e4m3(scales[g / 4 * 512 + g % 4]);
+      }
+      const double value = values[static_cast<std::size_t>(d)];
+      error += (code * scale - value) * (code * scale - value);
+      norm += value * value;
+    }
+    EXPECT_LT(std::sqrt(error / norm), is_fp4 ? 0.15 : 0.04);
+  }
+}
+
 TEST_P(QuantizeOutput, ANaNStaysVisible) {
   const PaddedTensor x(dtype(), {1, 128}), fp8(DType::f8e4m3fn, {1, 128}), fp4(DType::u8, {1, 64});
   fill_normal(x, 3);
