@@ -11,6 +11,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from problems import Library  # noqa: E402
 
+if importlib.util.find_spec("torch"):
+    import torch
+
+    torch.set_num_threads(1)  # Of these sizes threads only wait for each other.
+
 LIBRARIES = [name for name in ("torch", "numpy", "jax") if importlib.util.find_spec(name)]
 
 

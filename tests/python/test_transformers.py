@@ -24,7 +24,6 @@ NAMES = ["gpt_oss", "llama3", "qwen3", "gemma3", "qwen2", "mistral", "deepseek_v
 @pytest.fixture(scope="module")
 def makers():
     transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)  # Of these sizes threads only wait for each other.
     return {name: (config, kind) for name, config, kind, _, _ in record.models()}
 
 
