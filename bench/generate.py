@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Times decode steps of transformers' models with eager, sdpa and fovea attention, in turns.
 
-Two layers with the attention of published models and a small MLP, random weights, one sequence whose
-cache holds random numbers: generate.py [--context 4096] [--steps 8] [--dtype float32]. Prints the
+Two layers with the attention of published models and a small MLP, random weights, one sequence
+whose cache holds random numbers: generate.py [--context 4096] [--steps 8] [--dtype float32]. Prints the
 median milliseconds of a step.
 """
 
