@@ -7,6 +7,8 @@ namespace fovea {
 
 struct MachinePeaks {
   double f32_fma_gflops = 0;  ///< Independent fused multiply-adds in registers, all threads.
+  /// Independent products of bf16 pairs added to f32, likewise; 0: the instruction set has none.
+  double bf16_dot_gflops = 0;
   double read_gbps = 0;       ///< Streaming reads of memory larger than the caches, all threads.
 };
 

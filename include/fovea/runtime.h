@@ -12,8 +12,8 @@ namespace fovea {
 struct RuntimeOptions {
   /// "auto" (FOVEA_BACKEND, else "cpu"), "cpu", "reference" or "cuda".
   std::string backend = "auto";
-  /// "auto" (FOVEA_ISA, else the best that this processor has), "scalar", "avx2" or "avx512"; with
-  /// "cuda": "auto", or "plain" for the kernels of any GPU alone.
+  /// "auto" (FOVEA_ISA, else the fastest that this processor has), "scalar", "avx2", "avx512" or
+  /// "avx512_bf16"; with "cuda": "auto", or "plain" for the kernels of any GPU alone.
   std::string isa = "auto";
   /// Borrowed; must outlive the runtime. Null: a std::thread pool of num_threads.
   ThreadPool* pool = nullptr;
@@ -38,7 +38,8 @@ class Runtime {
   Workspace& workspace() const { return *context().workspace; }
   int num_threads() const { return context().pool->num_threads(); }
   std::string_view backend() const;  ///< "cpu", "reference" or "cuda".
-  /// "scalar", "avx2" or "avx512"; "scalar" for reference; "sm_90", its like or "plain" for cuda.
+  /// Of the cpu backend as in RuntimeOptions; "scalar" for reference; "sm_90", its like or "plain"
+  /// for cuda.
   std::string_view isa() const;
   /// "NVIDIA H200, 132 multiprocessors, 139 GiB"; empty but for cuda.
   std::string_view device_name() const;

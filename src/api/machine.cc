@@ -5,7 +5,9 @@
 namespace fovea {
 
 MachinePeaks measure_peaks(const OpContext& ctx) {
-  return {.f32_fma_gflops = cpu::f32_fma_gflops(ctx), .read_gbps = cpu::read_gbps(ctx)};
+  return {.f32_fma_gflops = cpu::f32_fma_gflops(ctx),
+          .bf16_dot_gflops = cpu::bf16_dot_gflops(ctx),
+          .read_gbps = cpu::read_gbps(ctx)};
 }
 
 }  // namespace fovea

@@ -13,8 +13,6 @@
 namespace fovea {
 namespace {
 
-constexpr Isa kIsas[] = {Isa::avx512, Isa::avx2, Isa::scalar};
-
 /// An option, or where it says "auto" what the environment says; "auto" when neither chooses.
 /// `name` is what an error must point at.
 struct Choice {
@@ -51,7 +49,8 @@ Isa pick_isa(const Choice& choice) {
                 choice.name, choice.value, cpu_features(), available);
     return isa;
   }
-  fail(ErrorCode::invalid_argument, "{} is \"{}\"; it must be auto, scalar, avx2 or avx512",
+  fail(ErrorCode::invalid_argument, "{} is \"{}\"; it must be auto, scalar, avx2, avx512 or "
+       "avx512_bf16",
        choice.name, choice.value);
 }
 

@@ -42,6 +42,7 @@ struct Block {
     tile.v_channels = v_channels;
     tile.rows = num_rows;
     tile.tokens = num_tokens;
+    tile.capacity = kTileTokens;
   }
   static std::int64_t stride_of(std::int64_t channels) { return (channels + 15) / 16 * 16; }
 

@@ -13,7 +13,7 @@ namespace fovea::test {
 
 inline std::vector<Isa> available_isas() {
   std::vector<Isa> isas;
-  for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
+  for (Isa isa : kIsas) {
     if (has_isa(isa)) isas.push_back(isa);
   }
   return isas;
@@ -25,6 +25,7 @@ class IsaTest : public ::testing::TestWithParam<Isa> {
 #if defined(__x86_64__)
     if (GetParam() == Isa::avx2) return cpu::avx2::kKernels;
     if (GetParam() == Isa::avx512) return cpu::avx512::kKernels;
+    if (GetParam() == Isa::avx512_bf16) return cpu::avx512_bf16::kKernels;
 #endif
     return cpu::scalar::kKernels;
   }

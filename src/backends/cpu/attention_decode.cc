@@ -23,30 +23,38 @@ class GqaSource {
 };
 
 DecodeCall call_of(const AttentionDecodeParams& params) {
+  const PagedKv& kv = params.kv;
+  const std::int64_t qk_channels = params.q.shape[2], v_channels = params.out.shape[2];
   return DecodeCall{.schedule = *params.schedule,
                     .variant = params.variant,
-                    .sm_scale = params.sm_scale,
                     .out = params.out,
                     .lse = params.lse,
                     .sinks = params.sinks,
-                    .num_kv_heads = params.kv.num_kv_heads,
-                    .shape = {.qk_channels = params.q.shape[2], .v_channels = params.out.shape[2]}}
+                    .num_kv_heads = kv.num_kv_heads,
+                    .shape = {.qk_channels = qk_channels,
+                              .v_channels = v_channels,
+                              .score_factor = params.sm_scale * std::numbers::log2e_v<float>,
+                              .k_groups = StoredPairs::groups(kv.k_cache->format(), qk_channels),
+                              .v_groups = StoredPairs::groups(kv.v_cache->format(), v_channels)}}
       .finished();
+}
+
+bool takes_pairs(const Kernels& kernels, const AttentionDecodeParams& params) {
+  return params.q.dtype == DType::bf16 &&
+         PagedKvRows::takes_pairs(kernels, params.kv, params.q.shape[2], params.out.shape[2]);
 }
 
 }  // namespace
 
-std::int64_t attention_decode_bytes(const OpContext&, const AttentionDecodeParams& params) {
-  return split_decode_bytes(call_of(params));
+std::int64_t attention_decode_bytes(const Kernels& kernels, const OpContext&,
+                                    const AttentionDecodeParams& params) {
+  return split_decode_bytes(kernels, call_of(params), takes_pairs(kernels, params));
 }
 
 void attention_decode(const Kernels& kernels, const OpContext& ctx,
                       const AttentionDecodeParams& params) {
-  WorkspaceScope scope(*ctx.workspace);
-  const DecodeCall call = call_of(params);
-  const GqaSource source(kernels, params);
-  SplitDecode decode(kernels, call, source, scope);
-  decode.run(*ctx.pool);
+  run_split_decode(kernels, ctx, call_of(params), takes_pairs(kernels, params),
+                   GqaSource(kernels, params));
 }
 
 }  // namespace fovea::cpu

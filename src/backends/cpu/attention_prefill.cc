@@ -2,7 +2,6 @@
 #include <atomic>
 #include <numbers>
 
-#include "backends/cpu/attend.h"
 #include "backends/cpu/ops.h"
 #include "backends/cpu/paged_kv_rows.h"
 #include "backends/cpu/rows.h"
@@ -16,10 +15,33 @@ AttendShape shape_of(const AttentionPrefillParams& params) {
   for (const PrefillTile& tile : params.schedule->tiles) {
     rows = std::max<std::int64_t>(rows, tile.query_end - tile.query_begin);
   }
-  return {.qk_channels = params.q.shape[2],
-          .v_channels = params.out.shape[2],
+  const std::int64_t qk_channels = params.q.shape[2], v_channels = params.out.shape[2];
+  // Rows of k and v are like stored ones without scales.
+  const PagedKv& paged = params.paged;
+  const KvFormat k_format = paged.k_cache ? paged.k_cache->format() : KvFormat{};
+  const KvFormat v_format = paged.v_cache ? paged.v_cache->format() : KvFormat{};
+  return {.qk_channels = qk_channels,
+          .v_channels = v_channels,
           .max_rows = std::min(rows, kMaxRows),
-          .soft_cap = params.variant.soft_cap};
+          .score_factor = params.sm_scale * std::numbers::log2e_v<float>,
+          .soft_cap = params.variant.soft_cap,
+          .k_groups = StoredPairs::groups(k_format, qk_channels),
+          .v_groups = StoredPairs::groups(v_format, v_channels)};
+}
+
+/// Views that are absent fit.
+bool is_bf16_rows(const TensorView& view) {
+  return !view || (view.dtype == DType::bf16 && view.strides[view.ndim - 1] == 1);
+}
+
+bool takes_pairs(const Kernels& kernels, const AttentionPrefillParams& params) {
+  const std::int64_t qk_channels = params.q.shape[2];
+  if (!kernels.pairs || params.q.dtype != DType::bf16 || qk_channels % 2 != 0) return false;
+  const bool has_rows =
+      is_bf16_rows(params.k) && is_bf16_rows(params.k_pe) && is_bf16_rows(params.v);
+  if (!has_rows) return false;
+  return !params.paged.k_cache ||
+         PagedKvRows::takes_pairs(kernels, params.paged, qk_channels, params.out.shape[2]);
 }
 
 /// A task is a query tile of one head.
@@ -39,7 +61,7 @@ class KeyRows {
           std::int64_t kv_head)
       : kernels_(kernels), params_(params), first_key_(first_key), kv_head_(kv_head) {}
 
-  void load(AttendState& state, const KeyInterval& tile) const {
+  void load(FloatState& state, const KeyInterval& tile, const KeyInterval& next) const {
     for (std::int64_t i = 0; i < tile.size(); ++i) {
       const std::int64_t position = tile.begin + i;
       load_row(kernels_, key(position), key_dim_, state.key(i));
@@ -48,14 +70,33 @@ class KeyRows {
       }
       load_row(kernels_, value(position), value_dim_, state.value(i));
     }
-  }
-
-  /// k_pe, which all heads share, stays in the cache by itself.
-  void prefetch(const KeyInterval& tile) const {
-    for (std::int64_t position = tile.begin; position < tile.end; ++position) {
+    // k_pe, which all heads share, stays in the cache by itself.
+    for (std::int64_t position = next.begin; position < next.end; ++position) {
       prefetch_row(key(position), key_dim_);
       prefetch_row(value(position), value_dim_);
     }
+  }
+
+  void load(PairState& state, const KeyInterval& tile, const KeyInterval& next) const {
+    const float one = 1.f;
+    for (std::int64_t i = 0; i < tile.size(); ++i) {
+      const std::int64_t position = tile.begin + i;
+      const auto* codes = reinterpret_cast<const BFloat16*>(key(position).data);
+      if (rope_dim_ > 0) {
+        BFloat16* copy = state.key_copy(i);
+        std::copy_n(codes, key_dim_, copy);
+        std::copy_n(reinterpret_cast<const BFloat16*>(rope_key(position).data), rope_dim_,
+                    copy + key_dim_);
+        codes = copy;
+      }
+      state.set_key(i, codes, &one);
+      state.set_value(i, reinterpret_cast<const BFloat16*>(value(position).data), &one);
+    }
+    for (std::int64_t i = 0; i < next.size(); ++i) {
+      state.set_next_key(i, key(next.begin + i).data);
+      state.set_next_value(i, value(next.begin + i).data);
+    }
+    state.finish_load(tile.size(), next.size());
   }
 
  private:
@@ -87,7 +128,8 @@ class Prefill {
         is_paged_(params.paged.k_cache != nullptr),
         group_(params.q.shape[1] / (is_paged_ ? params.paged.num_kv_heads : params.k.shape[1])) {}
 
-  void run_task(AttendState& state, std::int64_t task) const {
+  template <class State>
+  void run_task(State& state, std::int64_t task) const {
     // One head after the other: its keys and values stay in the cache for all tiles. The longest
     // tiles come first, so that threads end together.
     const auto tiles = static_cast<std::int64_t>(params_.schedule->tiles.size());
@@ -119,8 +161,8 @@ class Prefill {
             .first_row = params_.schedule->cu_seqlens_q[static_cast<std::size_t>(request)]};
   }
 
-  template <class Reader>
-  void attend_rows(AttendState& state, std::int32_t request, const QueryRows& queries,
+  template <class State, class Reader>
+  void attend_rows(State& state, std::int32_t request, const QueryRows& queries,
                    std::int64_t head, const Reader& keys) const {
     const std::int64_t first_token =
         params_.schedule->cu_seqlens_q[static_cast<std::size_t>(request)] + queries.first_row;
@@ -129,7 +171,7 @@ class Prefill {
     for (std::int64_t r = 0; r < queries.count; ++r) {
       const Row q = row_of(params_.q, {first_token + r, head});
       load_row(kernels_, q, shape_.qk_channels, state.query_buffer());
-      state.set_query(r, params_.sm_scale * std::numbers::log2e_v<float>);
+      state.set_query(r);
     }
     attend_keys(state, rows, queries, params_.variant, {0, queries.extent.num_keys},
                 [&](std::int64_t) -> const Reader& { return keys; });
@@ -148,30 +190,44 @@ class Prefill {
   std::int64_t group_;  ///< Query heads that share keys.
 };
 
-}  // namespace
-
-std::int64_t attention_prefill_bytes(const OpContext& ctx, const AttentionPrefillParams& params) {
-  return Workspace::rounded(num_states(ctx, params) * AttendState::bytes(shape_of(params)));
-}
-
-void attention_prefill(const Kernels& kernels, const OpContext& ctx,
-                       const AttentionPrefillParams& params) {
+template <class State>
+void run_tasks(const Kernels& kernels, const OpContext& ctx, const AttentionPrefillParams& params) {
   const AttendShape shape = shape_of(params);
   const std::int64_t states = num_states(ctx, params);
-  const std::int64_t state_bytes = AttendState::bytes(shape);
+  const std::int64_t state_bytes = State::bytes(kernels, shape);
   WorkspaceScope scope(*ctx.workspace);
   std::byte* memory = scope.take_bytes(states * state_bytes);
   const Prefill prefill(kernels, params, shape);
   const std::int64_t tasks = num_tasks(params);
   std::atomic<std::int64_t> next_task{0};
   ctx.pool->run(states, [&](std::int64_t i) {
-    AttendState state(kernels, shape, memory + i * state_bytes);
+    State state(kernels, shape, memory + i * state_bytes);
     for (;;) {
       const std::int64_t task = next_task.fetch_add(1, std::memory_order_relaxed);
       if (task >= tasks) return;
       prefill.run_task(state, task);
     }
   });
+}
+
+}  // namespace
+
+std::int64_t attention_prefill_bytes(const Kernels& kernels, const OpContext& ctx,
+                                     const AttentionPrefillParams& params) {
+  const AttendShape shape = shape_of(params);
+  const std::int64_t state_bytes = takes_pairs(kernels, params)
+                                       ? PairState::bytes(kernels, shape)
+                                       : FloatState::bytes(kernels, shape);
+  return Workspace::rounded(num_states(ctx, params) * state_bytes);
+}
+
+void attention_prefill(const Kernels& kernels, const OpContext& ctx,
+                       const AttentionPrefillParams& params) {
+  if (takes_pairs(kernels, params)) {
+    run_tasks<PairState>(kernels, ctx, params);
+  } else {
+    run_tasks<FloatState>(kernels, ctx, params);
+  }
 }
 
 }  // namespace fovea::cpu

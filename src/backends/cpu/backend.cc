@@ -9,12 +9,20 @@ namespace {
 constexpr char kScalar[] = "scalar";
 constexpr char kAvx2[] = "avx2";
 constexpr char kAvx512[] = "avx512";
+constexpr char kAvx512Bf16[] = "avx512_bf16";
 
 /// An op over one instruction set's kernels.
 template <const cpu::Kernels& kernels, class Params,
           void (*op)(const cpu::Kernels&, const OpContext&, const Params&)>
 void run(const OpContext& ctx, const Params& params) {
   op(kernels, ctx, params);
+}
+
+/// Scratch of an op over one instruction set's kernels.
+template <const cpu::Kernels& kernels, class Params,
+          std::int64_t (*bytes)(const cpu::Kernels&, const OpContext&, const Params&)>
+std::int64_t scratch(const OpContext& ctx, const Params& params) {
+  return bytes(kernels, ctx, params);
 }
 
 /// Every op takes every compute dtype, format, width and stride, but for what gqa_append says.
@@ -31,15 +39,16 @@ struct Table {
   static constexpr Implementation<KvGatherParams> kKvGather{
       isa, nullptr, nullptr, run<kernels, KvGatherParams, cpu::kv_gather>};
   static constexpr Implementation<AttentionPrefillParams> kAttentionPrefill{
-      isa, nullptr, cpu::attention_prefill_bytes,
+      isa, nullptr, scratch<kernels, AttentionPrefillParams, cpu::attention_prefill_bytes>,
       run<kernels, AttentionPrefillParams, cpu::attention_prefill>};
   static constexpr Implementation<AttentionDecodeParams> kAttentionDecode{
-      isa, nullptr, cpu::attention_decode_bytes,
+      isa, nullptr, scratch<kernels, AttentionDecodeParams, cpu::attention_decode_bytes>,
       run<kernels, AttentionDecodeParams, cpu::attention_decode>};
   static constexpr Implementation<QuantizeQueryParams> kQuantizeQuery{
       isa, nullptr, nullptr, run<kernels, QuantizeQueryParams, cpu::quantize_query>};
   static constexpr Implementation<MlaDecodeParams> kMlaDecode{
-      isa, nullptr, cpu::mla_decode_bytes, run<kernels, MlaDecodeParams, cpu::mla_decode>};
+      isa, nullptr, scratch<kernels, MlaDecodeParams, cpu::mla_decode_bytes>,
+      run<kernels, MlaDecodeParams, cpu::mla_decode>};
   static constexpr Implementation<MergeStateParams> kMergeState{
       isa, nullptr, nullptr, run<kernels, MergeStateParams, cpu::merge_state>};
   static constexpr Implementation<QuantizeOutputParams> kQuantizeOutput{
@@ -66,20 +75,17 @@ struct Table {
 const Backend* cpu_backend(Isa isa) {
   if (!has_isa(isa)) return nullptr;
   switch (isa) {
-    case Isa::scalar:
-      return &Table<kScalar, cpu::scalar::kKernels>::kBackend;
 #if defined(__x86_64__)
     case Isa::avx2:
       return &Table<kAvx2, cpu::avx2::kKernels>::kBackend;
     case Isa::avx512:
       return &Table<kAvx512, cpu::avx512::kKernels>::kBackend;
-#else
-    case Isa::avx2:
-    case Isa::avx512:
-      break;
+    case Isa::avx512_bf16:
+      return &Table<kAvx512Bf16, cpu::avx512_bf16::kKernels>::kBackend;
 #endif
+    default:
+      return &Table<kScalar, cpu::scalar::kKernels>::kBackend;
   }
-  return nullptr;
 }
 
 }  // namespace fovea

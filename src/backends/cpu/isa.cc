@@ -15,9 +15,13 @@ bool has_isa(Isa isa) {
       return has_isa(Isa::avx2) && __builtin_cpu_supports("avx512f") &&
              __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
              __builtin_cpu_supports("avx512vl");
+    case Isa::avx512_bf16:
+      return has_isa(Isa::avx512) && __builtin_cpu_supports("avx512bf16") &&
+             __builtin_cpu_supports("avx512vnni");
 #else
     case Isa::avx2:
     case Isa::avx512:
+    case Isa::avx512_bf16:
       return false;
 #endif
   }
@@ -25,8 +29,9 @@ bool has_isa(Isa isa) {
 }
 
 Isa best_isa() {
-  if (has_isa(Isa::avx512)) return Isa::avx512;
-  if (has_isa(Isa::avx2)) return Isa::avx2;
+  for (Isa isa : kIsas) {
+    if (has_isa(isa)) return isa;
+  }
   return Isa::scalar;
 }
 
@@ -38,6 +43,8 @@ std::string_view name_of(Isa isa) {
       return "avx2";
     case Isa::avx512:
       return "avx512";
+    case Isa::avx512_bf16:
+      return "avx512_bf16";
   }
   return "";
 }

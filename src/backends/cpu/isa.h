@@ -10,7 +10,10 @@ enum class Isa : std::uint8_t {
   scalar,  ///< What the compiler assumes of every processor; runs anywhere.
   avx2,    ///< AVX2, FMA and F16C.
   avx512,  ///< AVX-512 F, BW, DQ and VL.
+  avx512_bf16,  ///< And BF16 and VNNI.
 };
+/// From the highest level to the lowest.
+inline constexpr Isa kIsas[] = {Isa::avx512_bf16, Isa::avx512, Isa::avx2, Isa::scalar};
 
 /// Whether this library has kernels for `isa` and this processor and system run them.
 bool has_isa(Isa isa);

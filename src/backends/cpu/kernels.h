@@ -5,43 +5,57 @@
 // instruction set's unit compiles can be taken by the linker for another unit's: see isa_avx2.cc.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+
+#include "fovea/dtype.h"
 
 namespace fovea::cpu {
 
 /// Tokens of a tile of keys. Their f32 copy (64 x 592 x 4 bytes = 148 KiB for a latent of 512 + 64)
 /// stays in a 512 KiB L2 beside the scores and what streams through.
 inline constexpr std::int64_t kTileTokens = 64;
-static_assert(kTileTokens <= 64, "a row's mask over a tile is 64 bits");
+/// Tokens of a tile of bf16 keys, half as wide: as many bytes, and each visit to the sums of the
+/// output adds twice as much.
+inline constexpr std::int64_t kPairTileTokens = 128;
+/// Tokens of a pair tile whose keys lie at one stride.
+inline constexpr std::int64_t kPairGroupTokens = 16;
 /// Rows that are scored at once: their scores (16 KiB) stay in L1 from Q K^T through P V.
 inline constexpr std::int64_t kBlockRows = 64;
 /// Every number of lanes divides it; also the floats of a cache line.
 inline constexpr std::int64_t kMaxLanes = 16;
 
-/// A block of at most kBlockRows rows against a tile of at most kTileTokens keys.
+/// Scores of a block of at most kBlockRows rows and a tile of keys, and what is left of the tiles
+/// before.
 ///
 /// Lanes are rows: scores, maxima and sums of `lanes` rows share a vector, so that softmax over
-/// tokens needs no reduction within one. Rows are padded to whole vectors; lanes beyond `rows` hold
-/// finite numbers and go nowhere.
-struct AttendTile {
+/// tokens needs no reduction within one. Rows are padded to whole vectors; lanes beyond `rows` go
+/// nowhere.
+struct ScoreBlock {
+  float* scores;   ///< Scratch [row vectors][capacity][lanes].
+  float* row_max;  ///< [row vectors][lanes] of the scores so far, base 2.
+  float* row_sum;  ///< [row vectors][lanes] of 2^(score - row_max).
+  /// [rows][capacity / 64] bit t % 64 of word t / 64: the row sees token t of the tile. nullptr:
+  /// all see all.
+  const std::uint64_t* row_mask;
+  /// Scores s become soft_cap * tanh(s / soft_cap), both times log2(e); 0: they stay.
+  float soft_cap;
+  std::int64_t capacity;  ///< Tokens that there is room for: a multiple of 64.
+  std::int64_t rows;
+  std::int64_t tokens;
+};
+
+/// The block's rows against keys and values in f32.
+struct AttendTile : ScoreBlock {
   const float* q;  ///< [row vectors][qk_channels][lanes], times sm_scale * log2(e).
   const float* k;  ///< [tokens][k_stride]
   const float* v;  ///< [tokens][v_stride], whole vectors readable.
   float* out;      ///< [rows][out_stride], whole vectors writable: sum of weights times values.
-  float* row_max;  ///< [row vectors][lanes] of the scores so far, base 2.
-  float* row_sum;  ///< [row vectors][lanes] of 2^(score - row_max).
-  float* scores;   ///< Scratch [row vectors][kTileTokens][lanes].
-  /// [rows] bit t: the row sees token t of the tile. nullptr: all see all.
-  const std::uint64_t* row_mask;
-  /// Scores s become soft_cap * tanh(s / soft_cap), both times log2(e); 0: they stay.
-  float soft_cap;
   std::int64_t k_stride;
   std::int64_t v_stride;
   std::int64_t out_stride;
   std::int64_t qk_channels;
   std::int64_t v_channels;
-  std::int64_t rows;
-  std::int64_t tokens;
 };
 
 /// Index of f32, f16 and bf16 in the arrays below is their DType.
@@ -50,6 +64,60 @@ inline constexpr int kNumComputeDTypes = 3;
 /// Index of the stored codes in Kernels::load_codes.
 enum class Codes : int { f8e4m3fn, f8e5m2, i8, i4 };
 inline constexpr int kNumCodes = 4;
+
+/// Channels [end of the group before, end) of a row share a scale per token.
+struct ChannelGroups {
+  static constexpr int kMax = 5;  ///< DeepSeek's row: four of the latent, and the rope part.
+  int count = 0;
+  std::int64_t end[kMax] = {};
+};
+
+/// Keys of kPairGroupTokens tokens, all readable, those behind the tile's last token too.
+struct KeyGroup {
+  const BFloat16* first;
+  std::int64_t stride;  ///< In elements.
+};
+
+/// The block's rows against keys and values in bf16, two of which are multiplied and added at once:
+/// neighbouring channels in Q K^T, neighbouring tokens in P V.
+struct PairTile : ScoreBlock {
+  const std::uint32_t* q;  ///< [row vectors][qk_channels / 2][lanes] pairs of channels.
+  const KeyGroup* k;       ///< [groups of tokens]
+  const float* k_scales;   ///< [k_groups.count][capacity]: sm_scale * log2(e) is part of them.
+  const std::uint32_t* v;  ///< [tokens / 2][v_stride] pairs of tokens, as pack_values leaves them.
+  const float* v_scales;   ///< [v_groups.count][capacity]
+  std::uint32_t* weights;  ///< Scratch [row vectors][capacity / 2][lanes] pairs of tokens.
+  float* out;              ///< [rows][out_stride] in the order of pack_values.
+  /// [capacity] rows of the tile that comes next, to be asked for meanwhile, `next_lines` cache
+  /// lines each, at most one for 16 pairs of channels; nullptr: there is none. The same of values.
+  const std::byte* const* next_keys;
+  const std::byte* const* next_values;
+  ChannelGroups k_groups;
+  ChannelGroups v_groups;
+  std::int64_t v_stride;
+  std::int64_t out_stride;
+  std::int64_t qk_channels;
+  std::int64_t v_channels;
+  bool v_is_finite;  ///< What pack_values said.
+};
+
+/// Where an instruction set multiplies pairs of bf16 and adds both products to an f32.
+struct PairKernels {
+  /// What pack_values writes at once: an output row is a multiple of it.
+  std::int64_t channels;
+  /// [tokens] rows of values to [(tokens + 1) / 2][stride] pairs, a token beyond the last being 0.
+  /// Channels are in an order of their own, within `channels` of them. Returns whether all values
+  /// are finite.
+  bool (*pack_values)(const BFloat16* const* rows, std::int64_t tokens, std::int64_t num_channels,
+                      std::int64_t stride, std::uint32_t* pairs);
+  /// Puts an output row back into the channels' own order.
+  void (*restore_channels)(std::int64_t num_channels, float* row);
+  void (*attend)(const PairTile& tile);
+  /// Codes to bf16, exactly. Writes zeros up to whole vectors. Index: Codes.
+  void (*widen[kNumCodes])(const void* src, std::int64_t n, BFloat16* dst);
+  /// As multiply_add_rounds, of pairs.
+  std::int64_t (*multiply_add_rounds)(std::int64_t rounds, float* sink);
+};
 
 struct Kernels {
   std::int64_t lanes;
@@ -77,6 +145,7 @@ struct Kernels {
   std::int64_t (*multiply_add_rounds)(std::int64_t rounds, float* sink);
   /// Sum of n elements, a multiple of 64.
   float (*sum)(const float* x, std::int64_t n);
+  const PairKernels* pairs;  ///< nullptr: the instruction set has no such products.
 };
 
 namespace scalar {
@@ -86,6 +155,9 @@ namespace avx2 {
 extern const Kernels kKernels;
 }
 namespace avx512 {
+extern const Kernels kKernels;
+}
+namespace avx512_bf16 {
 extern const Kernels kKernels;
 }
 

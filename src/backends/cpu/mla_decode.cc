@@ -1,4 +1,5 @@
 #include "backends/cpu/formats/stored_heads.h"
+#include "backends/cpu/formats/stored_pairs.h"
 #include "backends/cpu/ops.h"
 #include "backends/cpu/paged_rows.h"
 #include "backends/cpu/split_decode.h"
@@ -10,20 +11,35 @@ namespace {
 class LatentRows {
  public:
   LatentRows(const Kernels& kernels, const MlaDecodeParams& params, std::int32_t request)
-      : heads_(kernels, params.cache->format(), 1),
+      : kernels_(kernels),
+        format_(params.cache->format()),
         rows_(*params.cache, params.block_table, request) {}
 
-  void load(AttendState& state, const KeyInterval& tile) const {
+  void load(FloatState& state, const KeyInterval& tile, const KeyInterval& next) const {
+    const StoredHeads heads(kernels_, format_, 1);
     rows_.for_each(tile, [&](std::int64_t position, const std::byte* row) {
-      heads_.load(row, 0, state.key(position - tile.begin));
+      heads.load(row, 0, state.key(position - tile.begin));
     });
+    rows_.for_each(next, [&](std::int64_t, const std::byte* row) { heads.prefetch(row, 0); });
   }
-  void prefetch(const KeyInterval& tile) const {
-    rows_.for_each(tile, [&](std::int64_t, const std::byte* row) { heads_.prefetch(row, 0); });
+
+  void load(PairState& state, const KeyInterval& tile, const KeyInterval& next) const {
+    const StoredPairs heads(kernels_, format_, 1);
+    rows_.for_each(tile, [&](std::int64_t position, const std::byte* row) {
+      const std::int64_t i = position - tile.begin;
+      float scales[ChannelGroups::kMax];
+      const BFloat16* codes = heads.load(row, 0, state.key_copy(i), scales);
+      state.set_key(i, codes, scales);
+    });
+    rows_.for_each(next, [&](std::int64_t position, const std::byte* row) {
+      state.set_next_key(position - next.begin, row);
+    });
+    state.finish_load(tile.size(), next.size());
   }
 
  private:
-  StoredHeads heads_;
+  const Kernels& kernels_;
+  const KvFormat& format_;
   PagedRows rows_;
 };
 
@@ -61,31 +77,39 @@ class MlaSource {
 
 DecodeCall call_of(const MlaDecodeParams& params) {
   const std::int64_t latent = params.q_latent.shape[2];
+  const std::int64_t channels = latent + params.q_pe.shape[2];
+  const KvFormat& format = params.cache->format();
   return DecodeCall{.schedule = *params.schedule,
                     .variant = params.variant,
-                    .sm_scale = params.sm_scale,
                     .out = params.out,
                     .lse = params.lse,
                     .sinks = params.sinks,
                     .num_kv_heads = 1,
-                    .shape = {.qk_channels = latent + params.q_pe.shape[2],
+                    .shape = {.qk_channels = channels,
                               .v_channels = latent,
-                              .values_in_keys = true}}
+                              .values_in_keys = true,
+                              .score_factor = params.sm_scale * std::numbers::log2e_v<float>,
+                              .k_groups = StoredPairs::groups(format, channels),
+                              .v_groups = StoredPairs::groups(format, latent)}}
       .finished();
+}
+
+bool takes_pairs(const Kernels& kernels, const MlaDecodeParams& params) {
+  const std::int64_t channels = params.q_latent.shape[2] + params.q_pe.shape[2];
+  return params.q_latent.dtype == DType::bf16 && channels % 2 == 0 &&
+         StoredPairs::takes(kernels, params.cache->format(), params.q_latent.shape[2]);
 }
 
 }  // namespace
 
-std::int64_t mla_decode_bytes(const OpContext&, const MlaDecodeParams& params) {
-  return split_decode_bytes(call_of(params));
+std::int64_t mla_decode_bytes(const Kernels& kernels, const OpContext&,
+                              const MlaDecodeParams& params) {
+  return split_decode_bytes(kernels, call_of(params), takes_pairs(kernels, params));
 }
 
 void mla_decode(const Kernels& kernels, const OpContext& ctx, const MlaDecodeParams& params) {
-  WorkspaceScope scope(*ctx.workspace);
-  const DecodeCall call = call_of(params);
-  const MlaSource source(kernels, params);
-  SplitDecode decode(kernels, call, source, scope);
-  decode.run(*ctx.pool);
+  run_split_decode(kernels, ctx, call_of(params), takes_pairs(kernels, params),
+                   MlaSource(kernels, params));
 }
 
 }  // namespace fovea::cpu

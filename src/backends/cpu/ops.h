@@ -21,13 +21,16 @@ void quantize_output(const Kernels& kernels, const OpContext& ctx,
 
 void attention_prefill(const Kernels& kernels, const OpContext& ctx,
                        const AttentionPrefillParams& params);
-std::int64_t attention_prefill_bytes(const OpContext& ctx, const AttentionPrefillParams& params);
+std::int64_t attention_prefill_bytes(const Kernels& kernels, const OpContext& ctx,
+                                     const AttentionPrefillParams& params);
 
 void attention_decode(const Kernels& kernels, const OpContext& ctx,
                       const AttentionDecodeParams& params);
-std::int64_t attention_decode_bytes(const OpContext& ctx, const AttentionDecodeParams& params);
+std::int64_t attention_decode_bytes(const Kernels& kernels, const OpContext& ctx,
+                                    const AttentionDecodeParams& params);
 
 void mla_decode(const Kernels& kernels, const OpContext& ctx, const MlaDecodeParams& params);
-std::int64_t mla_decode_bytes(const OpContext& ctx, const MlaDecodeParams& params);
+std::int64_t mla_decode_bytes(const Kernels& kernels, const OpContext& ctx,
+                              const MlaDecodeParams& params);
 
 }  // namespace fovea::cpu

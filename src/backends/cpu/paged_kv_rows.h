@@ -3,9 +3,11 @@
 
 #include <limits>
 
-#include "backends/cpu/attend.h"
+#include "backends/cpu/float_state.h"
 #include "backends/cpu/formats/stored_heads.h"
+#include "backends/cpu/formats/stored_pairs.h"
 #include "backends/cpu/paged_rows.h"
+#include "backends/cpu/pair_state.h"
 #include "backends/cpu/rows.h"
 
 namespace fovea::cpu {
@@ -24,45 +26,93 @@ class PagedKvRows {
   PagedKvRows(const Kernels& kernels, const PagedKv& kv, std::int64_t request, std::int64_t kv_head,
               const NewTokens& new_tokens = {})
       : kernels_(kernels),
-        key_heads_(kernels, kv.k_cache->format(), kv.num_kv_heads),
-        value_heads_(kernels, kv.v_cache->format(), kv.num_kv_heads),
+        kv_(kv),
         keys_(*kv.k_cache, kv.block_table, request),
         values_(*kv.v_cache, kv.block_table, request),
         kv_head_(kv_head),
         new_tokens_(new_tokens) {}
 
-  void load(AttendState& state, const KeyInterval& tile) const {
+  /// Whether the stored heads can be read into a PairState.
+  static bool takes_pairs(const Kernels& kernels, const PagedKv& kv, std::int64_t qk_channels,
+                          std::int64_t v_channels) {
+    return qk_channels % 2 == 0 && StoredPairs::takes(kernels, kv.k_cache->format(), 0) &&
+           StoredPairs::takes(kernels, kv.v_cache->format(), v_channels);
+  }
+
+  void load(FloatState& state, const KeyInterval& tile, const KeyInterval& next) const {
+    const StoredHeads key_heads(kernels_, kv_.k_cache->format(), kv_.num_kv_heads);
+    const StoredHeads value_heads(kernels_, kv_.v_cache->format(), kv_.num_kv_heads);
     const KeyInterval stored = stored_part(tile);
     keys_.for_each(stored, [&](std::int64_t position, const std::byte* row) {
-      key_heads_.load(row, kv_head_, state.key(position - tile.begin));
+      key_heads.load(row, kv_head_, state.key(position - tile.begin));
     });
     values_.for_each(stored, [&](std::int64_t position, const std::byte* row) {
-      value_heads_.load(row, kv_head_, state.value(position - tile.begin));
+      value_heads.load(row, kv_head_, state.value(position - tile.begin));
     });
     for (std::int64_t position = stored.end; position < tile.end; ++position) {
-      const std::int64_t row = new_tokens_.first_row + position - new_tokens_.first_key;
-      load_row(kernels_, row_of(*new_tokens_.k, {row, kv_head_}), key_heads_.elements(),
+      load_row(kernels_, new_key(position), new_tokens_.k->shape[2],
                state.key(position - tile.begin));
-      load_row(kernels_, row_of(*new_tokens_.v, {row, kv_head_}), value_heads_.elements(),
+      load_row(kernels_, new_value(position), new_tokens_.v->shape[2],
                state.value(position - tile.begin));
     }
+    keys_.for_each(stored_part(next), [&](std::int64_t, const std::byte* row) {
+      key_heads.prefetch(row, kv_head_);
+    });
+    values_.for_each(stored_part(next), [&](std::int64_t, const std::byte* row) {
+      value_heads.prefetch(row, kv_head_);
+    });
   }
-  void prefetch(const KeyInterval& tile) const {
+
+  void load(PairState& state, const KeyInterval& tile, const KeyInterval& next) const {
+    const StoredPairs key_heads(kernels_, kv_.k_cache->format(), kv_.num_kv_heads);
+    const StoredPairs value_heads(kernels_, kv_.v_cache->format(), kv_.num_kv_heads);
     const KeyInterval stored = stored_part(tile);
-    keys_.for_each(stored,
-                   [&](std::int64_t, const std::byte* row) { key_heads_.prefetch(row, kv_head_); });
-    values_.for_each(
-        stored, [&](std::int64_t, const std::byte* row) { value_heads_.prefetch(row, kv_head_); });
+    float scales[ChannelGroups::kMax];
+    keys_.for_each(stored, [&](std::int64_t position, const std::byte* row) {
+      const std::int64_t i = position - tile.begin;
+      const BFloat16* codes = key_heads.load(row, kv_head_, state.key_copy(i), scales);
+      state.set_key(i, codes, scales);
+    });
+    values_.for_each(stored, [&](std::int64_t position, const std::byte* row) {
+      const std::int64_t i = position - tile.begin;
+      const BFloat16* codes = value_heads.load(row, kv_head_, state.value_copy(i), scales);
+      state.set_value(i, codes, scales);
+    });
+    // New tokens are not quantised: their scales are 1 in every group.
+    std::fill_n(scales, ChannelGroups::kMax, 1.f);
+    for (std::int64_t position = stored.end; position < tile.end; ++position) {
+      state.set_key(position - tile.begin, codes_of(new_key(position)), scales);
+      state.set_value(position - tile.begin, codes_of(new_value(position)), scales);
+    }
+    const KeyInterval soon = stored_part(next);
+    keys_.for_each(soon, [&](std::int64_t position, const std::byte* row) {
+      state.set_next_key(position - next.begin, key_heads.head_of(row, kv_head_));
+    });
+    values_.for_each(soon, [&](std::int64_t position, const std::byte* row) {
+      state.set_next_value(position - next.begin, value_heads.head_of(row, kv_head_));
+    });
+    state.finish_load(tile.size(), soon.size());
   }
 
  private:
   KeyInterval stored_part(const KeyInterval& tile) const {
     return {tile.begin, std::clamp(new_tokens_.first_key, tile.begin, tile.end)};
   }
+  Row new_key(std::int64_t position) const {
+    return row_of(*new_tokens_.k, {new_row(position), kv_head_});
+  }
+  Row new_value(std::int64_t position) const {
+    return row_of(*new_tokens_.v, {new_row(position), kv_head_});
+  }
+  std::int64_t new_row(std::int64_t position) const {
+    return new_tokens_.first_row + position - new_tokens_.first_key;
+  }
+  static const BFloat16* codes_of(const Row& row) {
+    return reinterpret_cast<const BFloat16*>(row.data);
+  }
 
   const Kernels& kernels_;
-  StoredHeads key_heads_;
-  StoredHeads value_heads_;
+  const PagedKv& kv_;
   PagedRows keys_;
   PagedRows values_;
   std::int64_t kv_head_;

@@ -14,6 +14,7 @@ namespace {
 const Kernels& kernels_of(const OpContext& ctx) {
 #if defined(__x86_64__)
   for (const Backend* backend : ctx.backends) {
+    if (backend == cpu_backend(Isa::avx512_bf16)) return avx512_bf16::kKernels;
     if (backend == cpu_backend(Isa::avx512)) return avx512::kKernels;
     if (backend == cpu_backend(Isa::avx2)) return avx2::kKernels;
   }
@@ -35,11 +36,8 @@ double best_seconds(F&& fn) {
   return best;
 }
 
-}  // namespace
-
-double f32_fma_gflops(const OpContext& ctx) {
-  const Kernels& kernels = kernels_of(ctx);
-  ThreadPool& pool = *ctx.pool;
+/// GFLOP/s of `rounds` on all threads at once.
+double gflops_of(ThreadPool& pool, std::int64_t (*rounds)(std::int64_t, float*)) {
   constexpr std::int64_t kRounds = 2'000'000;  // Some 10 milliseconds.
   const std::int64_t threads = pool.num_threads();
   // A cache line per thread: flops, and what keeps the compiler from dropping the work.
@@ -52,12 +50,23 @@ double f32_fma_gflops(const OpContext& ctx) {
     pool.run(threads, [&](std::int64_t i) {
       Slot& slot = slots[static_cast<std::size_t>(i)];
       slot.sink = 0.5f;
-      slot.flops = kernels.multiply_add_rounds(kRounds, &slot.sink);
+      slot.flops = rounds(kRounds, &slot.sink);
     });
   });
   double flops = 0;
   for (const Slot& slot : slots) flops += static_cast<double>(slot.flops);
   return flops / seconds * 1e-9;
+}
+
+}  // namespace
+
+double f32_fma_gflops(const OpContext& ctx) {
+  return gflops_of(*ctx.pool, kernels_of(ctx).multiply_add_rounds);
+}
+
+double bf16_dot_gflops(const OpContext& ctx) {
+  const PairKernels* pairs = kernels_of(ctx).pairs;
+  return pairs ? gflops_of(*ctx.pool, pairs->multiply_add_rounds) : 0;
 }
 
 double read_gbps(const OpContext& ctx) {

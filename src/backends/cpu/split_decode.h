@@ -6,7 +6,8 @@
 #include <cmath>
 #include <numbers>
 
-#include "backends/cpu/attend.h"
+#include "backends/cpu/float_state.h"
+#include "backends/cpu/pair_state.h"
 #include "backends/cpu/rows.h"
 #include "fovea/ops.h"
 #include "plan/extents.h"
@@ -17,7 +18,6 @@ namespace fovea::cpu {
 struct DecodeCall {
   const DecodeSchedule& schedule;
   const AttentionVariant& variant;
-  float sm_scale;
   const TensorView& out;    ///< [T, N, v_channels]
   const TensorView& lse;    ///< Optional [N, T].
   const TensorView& sinks;  ///< Optional [N].
@@ -45,9 +45,9 @@ struct DecodeCall {
   }
 };
 
-/// Scratch of a finished call, each piece rounded.
-inline std::int64_t split_decode_bytes(const DecodeCall& call) {
-  std::int64_t bytes = Workspace::rounded(call.workers() * AttendState::bytes(call.shape));
+/// Scratch of a finished call over states of `state_bytes`, each piece rounded.
+inline std::int64_t split_decode_bytes(const DecodeCall& call, std::int64_t state_bytes) {
+  std::int64_t bytes = Workspace::rounded(call.workers() * state_bytes);
   const std::int64_t partials = call.schedule.num_partials();
   if (partials == 0) return bytes;
   const std::int64_t rows = partials * call.request_rows();
@@ -61,16 +61,17 @@ inline std::int64_t split_decode_bytes(const DecodeCall& call) {
 /// One run of a finished call. `Source` has
 ///   void load_query(std::int64_t t, std::int64_t n, float* dst): row of shape.qk_channels;
 ///   Reader keys(std::int32_t request, std::int64_t kv_head): as attend_keys wants it.
+/// `State` is FloatState or PairState.
 ///
 /// An item's worker takes as many key heads at once as its state has rows for. Rows of one are
 /// [query token][group].
-template <class Source>
+template <class State, class Source>
 class SplitDecode {
  public:
   SplitDecode(const Kernels& kernels, const DecodeCall& call, const Source& source,
               WorkspaceScope& scope)
       : kernels_(kernels), call_(call), schedule_(call.schedule), source_(source) {
-    state_bytes_ = AttendState::bytes(call.shape);
+    state_bytes_ = State::bytes(kernels, call.shape);
     states_ = scope.take_bytes(call.workers() * state_bytes_);
     const std::int64_t partials = schedule_.num_partials();
     if (partials == 0) return;
@@ -88,7 +89,7 @@ class SplitDecode {
 
  private:
   void run_worker(std::int64_t worker) {
-    AttendState state(kernels_, call_.shape, states_ + worker * state_bytes_);
+    State state(kernels_, call_.shape, states_ + worker * state_bytes_);
     const auto w = static_cast<std::size_t>(worker);
     for (std::int32_t i = schedule_.worker_begin[w]; i < schedule_.worker_begin[w + 1]; ++i) {
       const WorkItem& item = schedule_.items[static_cast<std::size_t>(i)];
@@ -100,7 +101,7 @@ class SplitDecode {
   }
 
   /// Key heads [head, head + max_state_heads), as far as there are.
-  void run_item(AttendState& state, const WorkItem& item, std::int64_t head) {
+  void run_item(State& state, const WorkItem& item, std::int64_t head) {
     const SequenceExtent extent = extent_of(schedule_, item.request);
     const std::int64_t rows = extent.num_queries * call_.group();
     for (std::int64_t first = 0; first < rows; first += call_.max_head_rows) {
@@ -115,13 +116,13 @@ class SplitDecode {
     }
   }
 
-  void attend_rows(AttendState& state, const WorkItem& item, std::int64_t first_head,
+  void attend_rows(State& state, const WorkItem& item, std::int64_t first_head,
                    const HeadRows& heads, const QueryRows& queries) {
     state.begin(heads);
     for_each_row(heads, queries, [&](std::int64_t row, std::int64_t query, std::int64_t n) {
       const std::int64_t head = first_head * call_.group() + n;
       source_.load_query(first_token_of(item.request) + query, head, state.query_buffer());
-      state.set_query(row, call_.sm_scale * std::numbers::log2e_v<float>);
+      state.set_query(row);
     });
     attend_keys(state, heads, queries, call_.variant, {item.kv_begin, item.kv_end},
                 [&](std::int64_t head) { return source_.keys(item.request, first_head + head); });
@@ -225,5 +226,22 @@ class SplitDecode {
   float* partial_lse_ = nullptr;     ///< [partials][request_rows]
   std::int32_t* arrived_ = nullptr;  ///< [requests] partials that are done.
 };
+
+inline std::int64_t split_decode_bytes(const Kernels& kernels, const DecodeCall& call,
+                                       bool takes_pairs) {
+  return split_decode_bytes(call, takes_pairs ? PairState::bytes(kernels, call.shape)
+                                              : FloatState::bytes(kernels, call.shape));
+}
+
+template <class Source>
+void run_split_decode(const Kernels& kernels, const OpContext& ctx, const DecodeCall& call,
+                      bool takes_pairs, const Source& source) {
+  WorkspaceScope scope(*ctx.workspace);
+  if (takes_pairs) {
+    SplitDecode<PairState, Source>(kernels, call, source, scope).run(*ctx.pool);
+  } else {
+    SplitDecode<FloatState, Source>(kernels, call, source, scope).run(*ctx.pool);
+  }
+}
 
 }  // namespace fovea::cpu

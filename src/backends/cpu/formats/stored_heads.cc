@@ -2,28 +2,12 @@
 
 #include <span>
 
+#include "backends/cpu/formats/codes.h"
 #include "kv/formats/format.h"
 #include "kv/formats/fp8_ds_mla/codec.h"
 #include "kv/formats/per_token/codec.h"
 
 namespace fovea::cpu {
-namespace {
-
-int index_of(DType dtype) {
-  switch (dtype) {
-    case DType::f8e4m3fn:
-      return static_cast<int>(Codes::f8e4m3fn);
-    case DType::f8e5m2:
-      return static_cast<int>(Codes::f8e5m2);
-    case DType::i8:
-      return static_cast<int>(Codes::i8);
-    default:
-      return static_cast<int>(Codes::i4);
-  }
-}
-
-}  // namespace
-
 void StoredHeads::load(const std::byte* row, std::int64_t head, float* dst) const {
   const std::byte* bytes = row + head * head_bytes_;
   switch (format_.scales) {
@@ -56,7 +40,7 @@ void StoredHeads::load_ds_mla(const std::byte* row, float* dst) const {
 }
 
 void StoredHeads::load_codes(const std::byte* src, std::int64_t n, float scale, float* dst) const {
-  kernels_.load_codes[index_of(format_.dtype)](src, n, scale, dst);
+  kernels_.load_codes[static_cast<int>(codes_of(format_.dtype))](src, n, scale, dst);
 }
 
 void StoredHeads::store(const float* src, std::byte* row, std::int64_t head) const {

@@ -86,75 +86,6 @@ void score(const AttendTile& tile) {
   }
 }
 
-/// cap * tanh(y), y = score / cap, by tanh(y) = sign(y) (1 - 2^-2cy) / (1 + 2^-2cy) with
-/// c = log2(e). That difference loses 2^-24 of the cap, which may be far larger than the score: up
-/// to |y| = 1/4, where it would be 2^-22 of the result, the series score * (1 - y^2/3 + 2 y^4/15 -
-/// 17 y^6/315 + 62 y^8/2835), whose next term is below 1e-8.
-void cap_scores(const AttendTile& tile) {
-  const Vec zero = broadcast(0.f);
-  const Vec one = broadcast(1.f);
-  const Vec cap = broadcast(tile.soft_cap);
-  // Finite for a subnormal cap too, so that a score of 0 stays 0; an infinite one leaves scores.
-  const float inverse = 1.f / tile.soft_cap;
-  const Vec scale = broadcast(inverse < 1e38f ? inverse : 1e38f);
-  const Vec slope = mul(scale, broadcast(-2.f * 1.44269504f));
-  const std::int64_t row_vectors = (tile.rows + kLanes - 1) / kLanes;
-  for (std::int64_t j = 0; j < row_vectors; ++j) {
-    float* scores = tile.scores + j * kTileTokens * kLanes;
-    for (std::int64_t t = 0; t < tile.tokens; ++t) {
-      const Vec s = load(scores + t * kLanes);
-      const Vec magnitude = select(less(s, zero), sub(zero, s), s);
-      const Vec decay = exp2_nonpositive(mul(magnitude, slope));
-      const Vec capped = mul(cap, div(sub(one, decay), add(one, decay)));
-      const Vec far = select(less(s, zero), sub(zero, capped), capped);
-      const Vec y = mul(s, scale);
-      const Vec square = mul(y, y);
-      Vec near = fma(square, broadcast(62.f / 2835), broadcast(-17.f / 315));
-      near = fma(near, square, broadcast(2.f / 15));
-      near = fma(near, square, broadcast(-1.f / 3));
-      near = mul(s, fma(near, square, one));
-      store(scores + t * kLanes, select(less(square, broadcast(1.f / 16)), near, far));
-    }
-  }
-}
-
-/// Scores that a row does not see become -inf, whatever they were. A border tile has few rows times
-/// tokens for all the products that its scores took, so that one by one is fast enough.
-void hide(const AttendTile& tile) {
-  const std::uint64_t all = ~std::uint64_t{0} >> (kTileTokens - tile.tokens);
-  for (std::int64_t r = 0; r < tile.rows; ++r) {
-    float* scores = tile.scores + r / kLanes * (kTileTokens * kLanes) + r % kLanes;
-    for (std::uint64_t hidden = ~tile.row_mask[r] & all; hidden != 0; hidden &= hidden - 1) {
-      scores[__builtin_ctzll(hidden) * kLanes] = -__builtin_inff();
-    }
-  }
-}
-
-/// Scores of one row vector become weights; its maximum and sum advance. Returns what the weights
-/// and values so far shrink by.
-FOVEA_INLINE Vec weigh(const AttendTile& tile, std::int64_t row_vector) {
-  const Vec none = broadcast(-__builtin_inff());
-  float* scores = tile.scores + row_vector * kTileTokens * kLanes;  // [tokens][lanes]
-  float* row_max = tile.row_max + row_vector * kLanes;
-  float* row_sum = tile.row_sum + row_vector * kLanes;
-
-  const Vec old_max = load(row_max);
-  Vec new_max = old_max;
-  for (std::int64_t t = 0; t < tile.tokens; ++t) new_max = max(load(scores + t * kLanes), new_max);
-  // Rows that have seen no key yet: any finite number instead of -inf - -inf.
-  const Vec origin = select(less(none, new_max), new_max, broadcast(0.f));
-  const Vec correction = exp2_nonpositive(sub(old_max, origin));
-  Vec sum = mul(load(row_sum), correction);
-  for (std::int64_t t = 0; t < tile.tokens; ++t) {
-    const Vec weight = exp2_nonpositive(sub(load(scores + t * kLanes), origin));
-    sum = add(sum, weight);
-    store(scores + t * kLanes, weight);
-  }
-  store(row_max, new_max);
-  store(row_sum, sum);
-  return correction;
-}
-
 /// out[Rows][Vectors * lanes] = out * correction + weights of tokens [begin, end) times values.
 /// Registers: Rows x Vectors sums, Vectors of V, one broadcast of P.
 template <int Rows, int Vectors>
@@ -257,11 +188,8 @@ void add_values(const AttendTile& tile, const float* correction) {
 
 void attend(const AttendTile& tile) {
   score(tile);
-  if (tile.soft_cap > 0.f) cap_scores(tile);
-  if (tile.row_mask) hide(tile);
   alignas(64) float correction[kBlockRows];
-  const std::int64_t row_vectors = (tile.rows + kLanes - 1) / kLanes;
-  for (std::int64_t j = 0; j < row_vectors; ++j) store(correction + j * kLanes, weigh(tile, j));
+  weigh(tile, correction);
   add_values(tile, correction);
 }
 

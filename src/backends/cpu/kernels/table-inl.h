@@ -14,6 +14,7 @@ const Kernels kKernels = {
     attend,
     multiply_add_rounds,
     sum,
+    FOVEA_CPU_PAIRS,
 };
 
 }  // namespace fovea::cpu::FOVEA_CPU_ISA

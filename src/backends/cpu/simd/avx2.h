@@ -9,7 +9,7 @@
 
 #define FOVEA_INLINE inline __attribute__((always_inline))
 
-namespace fovea::cpu::avx2 {
+namespace fovea::cpu::FOVEA_CPU_ISA {
 namespace {
 
 using Vec = __m256;
@@ -105,4 +105,4 @@ FOVEA_INLINE void store(BFloat16* p, Vec v) {
 }
 
 }  // namespace
-}  // namespace fovea::cpu::avx2
+}  // namespace fovea::cpu::FOVEA_CPU_ISA

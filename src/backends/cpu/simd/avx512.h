@@ -9,7 +9,7 @@
 
 #define FOVEA_INLINE inline __attribute__((always_inline))
 
-namespace fovea::cpu::avx512 {
+namespace fovea::cpu::FOVEA_CPU_ISA {
 namespace {
 
 using Vec = __m512;
@@ -97,4 +97,4 @@ FOVEA_INLINE void store(BFloat16* p, Vec v) {
 }
 
 }  // namespace
-}  // namespace fovea::cpu::avx512
+}  // namespace fovea::cpu::FOVEA_CPU_ISA

@@ -7,7 +7,7 @@
 
 #define FOVEA_INLINE inline __attribute__((always_inline))
 
-namespace fovea::cpu::scalar {
+namespace fovea::cpu::FOVEA_CPU_ISA {
 namespace {
 
 typedef float Vec __attribute__((vector_size(16)));
@@ -127,5 +127,55 @@ FOVEA_INLINE void store(T* p, Vec v) {
   }
 }
 
+/// kLanes pairs of bf16, the first in the low half.
+using Pairs = Bits;
+
+// 8 x 1 or 4 x 2 accumulators.
+constexpr int kPairSums = 8;
+constexpr int kPairPvRows = 4;
+constexpr int kPairPvVectors = 2;
+
+FOVEA_INLINE Pairs load_pairs(const std::uint32_t* p) {
+  Pairs v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+FOVEA_INLINE void store_pairs(std::uint32_t* p, Pairs v) { __builtin_memcpy(p, &v, sizeof v); }
+FOVEA_INLINE Pairs broadcast_pair(std::uint32_t pair) { return Pairs{pair, pair, pair, pair}; }
+FOVEA_INLINE Vec first_of(Pairs v) { return reinterpret_cast<Vec>(v << 16); }
+FOVEA_INLINE Vec second_of(Pairs v) { return reinterpret_cast<Vec>(v & 0xffff0000u); }
+/// sum + a.first * b.first + a.second * b.second
+FOVEA_INLINE Vec dot_pairs(Vec sum, Pairs a, Pairs b) {
+  return sum + second_of(a) * second_of(b) + first_of(a) * first_of(b);
+}
+/// Each half rounded to nearest even.
+FOVEA_INLINE Pairs round_to_pairs(Vec first, Vec second) {
+  Pairs v;
+  for (int i = 0; i < kLanes; ++i) {
+    BFloat16 a, b;
+    round_to(a, first[i]);
+    round_to(b, second[i]);
+    v[i] = static_cast<std::uint32_t>(b.bits) << 16 | a.bits;
+  }
+  return v;
+}
+/// Pairs (a[i], b[i]) of 2 * kLanes channels, in two vectors of any order.
+FOVEA_INLINE void interleave(const BFloat16* a, const BFloat16* b, Pairs* low, Pairs* high) {
+  for (int i = 0; i < kLanes; ++i) {
+    (*low)[i] = static_cast<std::uint32_t>(b[i].bits) << 16 | a[i].bits;
+    (*high)[i] = static_cast<std::uint32_t>(b[kLanes + i].bits) << 16 | a[kLanes + i].bits;
+  }
+}
+/// Vectors in the order of interleave, in that of the channels.
+FOVEA_INLINE void restore_order(Vec*, Vec*) {}
+/// Whether a half is infinite or NaN.
+FOVEA_INLINE bool any_not_finite(Pairs v) {
+  bool any = false;
+  for (int i = 0; i < kLanes; ++i) {
+    any |= (v[i] & 0x7f80u) == 0x7f80u || (v[i] & 0x7f800000u) == 0x7f800000u;
+  }
+  return any;
+}
+
 }  // namespace
-}  // namespace fovea::cpu::scalar
+}  // namespace fovea::cpu::FOVEA_CPU_ISA

@@ -1,0 +1,59 @@
+// Primitives of AVX-512 BF16 beside those of AVX-512: products of pairs.
+#pragma once
+
+#include "backends/cpu/simd/avx512.h"
+
+namespace fovea::cpu::FOVEA_CPU_ISA {
+namespace {
+
+/// kLanes pairs of bf16, the first in the low half.
+using Pairs = __m512i;
+
+// 16 x 1 or 8 x 2 accumulators: two products of latency 6 per cycle need twelve independent ones,
+// and 16 tokens divide the usual blocks.
+constexpr int kPairSums = 16;
+// 8 x 3 accumulators, three vectors of V and a broadcast of P.
+constexpr int kPairPvRows = 8;
+constexpr int kPairPvVectors = 3;
+
+FOVEA_INLINE Pairs load_pairs(const std::uint32_t* p) { return _mm512_loadu_si512(p); }
+FOVEA_INLINE void store_pairs(std::uint32_t* p, Pairs v) { _mm512_storeu_si512(p, v); }
+FOVEA_INLINE Pairs broadcast_pair(std::uint32_t pair) {
+  return _mm512_set1_epi32(static_cast<int>(pair));
+}
+/// sum + a.first * b.first + a.second * b.second; subnormal operands and results count as zero.
+FOVEA_INLINE Vec dot_pairs(Vec sum, Pairs a, Pairs b) {
+  return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+}
+/// Each half rounded to nearest even.
+FOVEA_INLINE Pairs round_to_pairs(Vec first, Vec second) {
+  const auto low = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(first));
+  const auto high = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(second));
+  const __m512i upper = _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16);
+  return _mm512_or_si512(_mm512_cvtepu16_epi32(low), upper);
+}
+/// Pairs (a[i], b[i]) of 2 * kLanes channels: within 128 bits, so that channels 0-3, 8-11, 16-19
+/// and 24-27 are low.
+FOVEA_INLINE void interleave(const BFloat16* a, const BFloat16* b, Pairs* low, Pairs* high) {
+  const __m512i row_a = _mm512_loadu_si512(a);
+  const __m512i row_b = _mm512_loadu_si512(b);
+  *low = _mm512_unpacklo_epi16(row_a, row_b);
+  *high = _mm512_unpackhi_epi16(row_a, row_b);
+}
+/// Vectors in the order of interleave, in that of the channels.
+FOVEA_INLINE void restore_order(Vec* low, Vec* high) {
+  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i second =
+      _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  const Vec a = *low;
+  *low = _mm512_permutex2var_ps(a, first, *high);
+  *high = _mm512_permutex2var_ps(a, second, *high);
+}
+/// Whether a half is infinite or NaN.
+FOVEA_INLINE bool any_not_finite(Pairs v) {
+  const __m512i exponent = _mm512_set1_epi16(0x7f80);
+  return _mm512_cmpeq_epi16_mask(_mm512_and_si512(v, exponent), exponent) != 0;
+}
+
+}  // namespace
+}  // namespace fovea::cpu::FOVEA_CPU_ISA
