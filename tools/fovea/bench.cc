@@ -26,33 +26,34 @@ using Clock = std::chrono::steady_clock;
 struct BenchArgs {
   std::vector<std::string> suites;
   std::vector<std::string> case_lines;
-  double seconds_per_case = 0.5;
+  std::int64_t rounds = 9;
+  double seconds_per_case = 0.05;
   std::int64_t required_percent = 0;
   std::string json_file;
   RuntimeArgs runtime;
 };
 
-struct Timing {
-  std::string name;
-  cases::Work work;
-  double median_ms = 0;
-  double p10_ms = 0;
-  double p90_ms = 0;
-  double gflops_per_s() const { return work.flops / median_ms * 1e-6; }
-  double gbytes_per_s() const { return work.bytes / median_ms * 1e-6; }
-};
+/// Rounds that a result needs at least; as many as there are when fewer were asked for.
+constexpr std::int64_t kMinSteadyRounds = 5;
+/// How far a round's control may be from the median control.
+constexpr double kSteady = 0.10;
+/// A problem in the caches: its time tells a slow phase of a shared machine, which the limits,
+/// measured over registers and memory, do not show.
+constexpr const char* kControl = "mla_decode bf16 heads=16 kv=512";
 
-/// What bounds a case on this machine, and how near it comes.
-struct Limit {
-  const char* name = "";
-  double percent = 0;
-};
+/// What bounds a case on this machine.
+enum class Limit : std::uint8_t { f32_fma, bf16_dot, read };
 
-Limit limit_of(const Timing& timing, const MachinePeaks& peaks) {
-  const double compute_ms = timing.work.flops / peaks.f32_fma_gflops * 1e-6;
-  const double memory_ms = timing.work.bytes / peaks.read_gbps * 1e-6;
-  if (compute_ms > memory_ms) return {"f32 FMA", 100 * compute_ms / timing.median_ms};
-  return {"memory", 100 * memory_ms / timing.median_ms};
+const char* name_of(Limit limit) {
+  switch (limit) {
+    case Limit::f32_fma:
+      return "f32 FMA";
+    case Limit::bf16_dot:
+      return "bf16 dot products";
+    case Limit::read:
+      return "read bandwidth";
+  }
+  return "";
 }
 
 /// Attention that sees no key has none, whatever its operands weigh; other ops move bytes at least.
@@ -61,24 +62,66 @@ bool has_work(const cases::CaseLine& line, const cases::Work& work) {
   return work.flops > 0 || (work.bytes > 0 && !is_attention);
 }
 
-Timing time_case(const cases::CaseLine& line, const OpContext& ctx, double seconds) {
-  constexpr std::size_t kMinRuns = 5;
-  const auto problem = cases::make_problem(line, ctx);
-  problem->run();  // Touches all memory and wakes the threads.
-  std::vector<double> ms;
-  const auto end = Clock::now() + std::chrono::duration<double>(seconds);
-  while (ms.size() < kMinRuns || Clock::now() < end) {
+/// A case, and the microseconds of a call in each round.
+struct TimedCase {
+  TimedCase(const cases::CaseLine& case_line, const OpContext& ctx)
+      : line(case_line), problem(cases::make_problem(case_line, ctx)), work(problem->work()) {}
+
+  void time(double seconds) {
+    problem->run();  // Wakes the threads, and brings what fits into the caches.
     const auto start = Clock::now();
-    problem->run();
-    ms.push_back(std::chrono::duration<double, std::milli>(Clock::now() - start).count());
+    std::chrono::duration<double> taken{};
+    std::int64_t calls = 0;
+    while (calls == 0 || taken.count() < seconds) {
+      problem->run();
+      ++calls;
+      taken = Clock::now() - start;
+    }
+    round_us.push_back(taken.count() / static_cast<double>(calls) * 1e6);
   }
-  std::sort(ms.begin(), ms.end());
-  return {.name = line.to_text(),
-          .work = problem->work(),
-          .median_ms = ms[ms.size() / 2],
-          .p10_ms = ms[ms.size() / 10],
-          .p90_ms = ms[ms.size() * 9 / 10]};
+
+  /// Decode of grouped queries reads; latent rows and prefill are computed with; of anything else
+  /// whichever takes longer.
+  Limit limit(const MachinePeaks& peaks) const {
+    const bool has_dot = line.dtype() == DType::bf16 && peaks.bf16_dot_gflops > 0;
+    const Limit compute = has_dot ? Limit::bf16_dot : Limit::f32_fma;
+    if (line.op() == "attention_decode") return Limit::read;
+    if (line.op() == "mla_decode" || line.op() == "attention_prefill") return compute;
+    return limit_us(compute, peaks) > limit_us(Limit::read, peaks) ? compute : Limit::read;
+  }
+  double limit_us(Limit limit, const MachinePeaks& peaks) const {
+    switch (limit) {
+      case Limit::f32_fma:
+        return work.flops / peaks.f32_fma_gflops * 1e-3;
+      case Limit::bf16_dot:
+        return work.flops / peaks.bf16_dot_gflops * 1e-3;
+      case Limit::read:
+        break;
+    }
+    return work.bytes / peaks.read_gbps * 1e-3;
+  }
+
+  cases::CaseLine line;
+  std::unique_ptr<cases::Problem> problem;
+  cases::Work work;
+  std::vector<double> round_us;
+};
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const std::size_t middle = values.size() / 2;
+  return values.size() % 2 != 0 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
 }
+
+/// Of the steady rounds.
+struct Result {
+  std::string name;
+  double time_us = 0;
+  double gflops = 0;
+  double gbps = 0;
+  Limit limit = Limit::read;
+  double percent = 0;
+};
 
 std::string read_suite(const std::string& name) {
   for (const cases::Suite& suite : cases::kSuites) {
@@ -114,66 +157,138 @@ std::vector<cases::CaseLine> collect_cases(const BenchArgs& args) {
   return lines;
 }
 
-/// The better of two: what disturbs the machine only ever takes away.
-MachinePeaks better(const MachinePeaks& a, const MachinePeaks& b) {
-  return {.f32_fma_gflops = std::max(a.f32_fma_gflops, b.f32_fma_gflops),
-          .read_gbps = std::max(a.read_gbps, b.read_gbps)};
+/// Rounds of everything, one after the other, so that what is compared ran side by side.
+class Bench {
+ public:
+  Bench(const BenchArgs& args, const OpContext& ctx) : args_(args), ctx_(ctx) {
+    control_ = std::make_unique<TimedCase>(cases::CaseLine::parse(kControl), ctx);
+    for (const cases::CaseLine& line : collect_cases(args)) {
+      cases_.push_back(std::make_unique<TimedCase>(line, ctx));
+      if (args.required_percent > 0 && !has_work(line, cases_.back()->work)) {
+        throw Error(ErrorCode::invalid_argument,
+                    fmt::format("--require-percent: '{}' has no work, must have some to reach a "
+                                "share of a limit",
+                                line.to_text()));
+      }
+    }
+  }
+
+  /// False when interrupted: the round that was going on does not count.
+  bool run() {
+    for (std::int64_t round = 0; round < args_.rounds; ++round) {
+      const MachinePeaks peaks = measure_peaks(ctx_);
+      control_->time(args_.seconds_per_case);
+      for (const auto& timed : cases_) {
+        if (InterruptGuard::requested()) return false;
+        timed->time(args_.seconds_per_case);
+      }
+      peaks_.push_back(peaks);
+    }
+    return true;
+  }
+
+  /// Indices of the rounds whose control is near the median control.
+  std::vector<std::size_t> steady_rounds() const {
+    const std::vector<double> control(control_->round_us.begin(),
+                                      control_->round_us.begin() + std::ssize(peaks_));
+    std::vector<std::size_t> steady;
+    for (std::size_t i = 0; i < control.size(); ++i) {
+      if (std::abs(control[i] / median(control) - 1) <= kSteady) steady.push_back(i);
+    }
+    return steady;
+  }
+
+  std::vector<Result> results(const std::vector<std::size_t>& rounds) const {
+    std::vector<Result> results;
+    for (const auto& timed : cases_) {
+      const Limit limit = timed->limit(peaks_.front());
+      std::vector<double> us, percent;
+      for (std::size_t i : rounds) {
+        us.push_back(timed->round_us[i]);
+        percent.push_back(100 * timed->limit_us(limit, peaks_[i]) / timed->round_us[i]);
+      }
+      const double time_us = median(us);
+      results.push_back({.name = timed->line.name(),
+                         .time_us = time_us,
+                         .gflops = timed->work.flops / time_us * 1e-3,
+                         .gbps = timed->work.bytes / time_us * 1e-3,
+                         .limit = limit,
+                         .percent = median(percent)});
+    }
+    return results;
+  }
+
+  MachinePeaks peaks(const std::vector<std::size_t>& rounds) const {
+    std::vector<double> fma, dot, read;
+    for (std::size_t i : rounds) {
+      fma.push_back(peaks_[i].f32_fma_gflops);
+      dot.push_back(peaks_[i].bf16_dot_gflops);
+      read.push_back(peaks_[i].read_gbps);
+    }
+    return {.f32_fma_gflops = median(fma),
+            .bf16_dot_gflops = median(dot),
+            .read_gbps = median(read)};
+  }
+
+ private:
+  const BenchArgs& args_;
+  const OpContext& ctx_;
+  std::unique_ptr<TimedCase> control_;
+  std::vector<std::unique_ptr<TimedCase>> cases_;
+  std::vector<MachinePeaks> peaks_;  ///< Of the whole rounds.
+};
+
+nlohmann::ordered_json to_json(const Result& result) {
+  return {{"case", result.name},     {"time_us", result.time_us},
+          {"gflops", result.gflops}, {"gbps", result.gbps},
+          {"limit", name_of(result.limit)}, {"percent_of_limit", result.percent}};
 }
 
-nlohmann::ordered_json to_json(const Timing& timing, const Limit& limit) {
-  return {{"case", timing.name},
-          {"median_ms", timing.median_ms},
-          {"p10_ms", timing.p10_ms},
-          {"p90_ms", timing.p90_ms},
-          {"flops", timing.work.flops},
-          {"bytes", timing.work.bytes},
-          {"gflops_per_s", timing.gflops_per_s()},
-          {"gbytes_per_s", timing.gbytes_per_s()},
-          {"limit", limit.name},
-          {"percent_of_limit", limit.percent}};
+void print_header(const OpContext& ctx, const Runtime& runtime, const MachinePeaks& peaks) {
+  fmt::print("{}, {} threads, backend {}, isa {}\n", processor_name(), ctx.pool->num_threads(),
+             runtime.backend(), runtime.isa());
+  fmt::print("limits measured in the same rounds: {} GFLOP/s of f32 FMA, ",
+             format_number(peaks.f32_fma_gflops));
+  if (peaks.bf16_dot_gflops > 0) {
+    fmt::print("{} of bf16 dot products, ", format_number(peaks.bf16_dot_gflops));
+  }
+  fmt::print("{} GB/s read from memory\n\n", format_number(peaks.read_gbps));
 }
 
 int bench(const BenchArgs& args) {
-  const std::vector<cases::CaseLine> lines = collect_cases(args);
   const JsonFile json_file(args.json_file);
   const ToolRuntime runtime(args.runtime);
   const InterruptGuard guard;
-  MachinePeaks peaks = measure_peaks(*runtime);
-  std::vector<Timing> timings;
-  for (const cases::CaseLine& line : lines) {
-    if (InterruptGuard::requested()) break;
-    timings.push_back(time_case(line, *runtime, args.seconds_per_case));
-    if (args.required_percent > 0 && !has_work(line, timings.back().work)) {
-      throw Error(ErrorCode::invalid_argument,
-                  fmt::format("--require-percent: '{}' has no work, must have some to reach a "
-                              "share of a limit",
-                              line.to_text()));
-    }
+  Bench bench(args, *runtime);
+  const bool finished = bench.run();
+  const std::vector<std::size_t> rounds = bench.steady_rounds();
+  if (std::ssize(rounds) < std::min(kMinSteadyRounds, args.rounds)) {
+    fmt::print("no result: {} of {} rounds were steady, must be {}: try again, or with more "
+               "--rounds\n",
+               rounds.size(), args.rounds, std::min(kMinSteadyRounds, args.rounds));
+    return finished ? kExitFailure : kExitInterrupted;
   }
-  peaks = better(peaks, measure_peaks(*runtime));
-
+  const MachinePeaks peaks = bench.peaks(rounds);
   nlohmann::ordered_json json = describe_machine(*runtime);
-  json["peaks"] = {{"f32_fma_gflops_per_s", peaks.f32_fma_gflops},
-                   {"read_gbytes_per_s", peaks.read_gbps}};
-  fmt::print("{}, {} threads, backend {}, isa {}\n", processor_name(), runtime->num_threads(),
-             runtime->backend(), runtime->isa());
-  fmt::print("limits measured here: {} GFLOP/s of f32 FMA, {} GB/s read from memory\n\n",
-             format_number(peaks.f32_fma_gflops), format_number(peaks.read_gbps));
-  Table table({"case", "ms", "GFLOP/s", "GB/s", "limit", "% of limit"});
-  std::string slow;
+  json["peaks"] = {{"f32_fma_gflops", peaks.f32_fma_gflops},
+                   {"bf16_dot_gflops", peaks.bf16_dot_gflops},
+                   {"read_gbps", peaks.read_gbps}};
+  json["rounds"] = {{"run", args.rounds}, {"steady", rounds.size()}};
   json["cases"] = nlohmann::ordered_json::array();
-  for (const Timing& timing : timings) {
-    const Limit limit = limit_of(timing, peaks);
-    table.add({timing.name, format_number(timing.median_ms), format_number(timing.gflops_per_s()),
-               format_number(timing.gbytes_per_s()), limit.name, format_number(limit.percent)});
-    json["cases"].push_back(to_json(timing, limit));
-    if (limit.percent < static_cast<double>(args.required_percent)) {
-      slow += fmt::format("below {} % of its limit: {}\n", args.required_percent, timing.name);
+  print_header(*runtime, *runtime, peaks);
+  Table table({"case", "us", "GFLOP/s", "GB/s", "limit", "% of limit"});
+  std::string slow;
+  for (const Result& result : bench.results(rounds)) {
+    table.add({result.name, format_number(result.time_us), format_number(result.gflops),
+               format_number(result.gbps), name_of(result.limit), format_number(result.percent)});
+    json["cases"].push_back(to_json(result));
+    if (result.percent < static_cast<double>(args.required_percent)) {
+      slow += fmt::format("below {} % of its limit: {}\n", args.required_percent, result.name);
     }
   }
   fmt::print("{}{}", table.to_text(), slow);
   json_file.write(json);
-  if (InterruptGuard::requested()) return kExitInterrupted;
+  if (!finished) return kExitInterrupted;
   return slow.empty() ? 0 : kExitFailure;
 }
 
@@ -185,7 +300,8 @@ Command declare_bench(Options& options) {
                 "NAME|FILE");
   options.texts("--case", args->case_lines, "A case, as in \"mla_decode bf16 heads=16 kv=4096\"",
                 "LINE");
-  options.seconds("--seconds", args->seconds_per_case, "Seconds per case");
+  options.integer("--rounds", args->rounds, "Rounds of all cases", {1, 1000});
+  options.seconds("--seconds", args->seconds_per_case, "Seconds per case and round");
   options.integer("--require-percent", args->required_percent,
                   "Fail when a case stays below this share of its limit", {1, 100});
   add_runtime_options(options, args->runtime);

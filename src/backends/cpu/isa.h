@@ -17,7 +17,7 @@ inline constexpr Isa kIsas[] = {Isa::avx512_bf16, Isa::avx512, Isa::avx2, Isa::s
 
 /// Whether this library has kernels for `isa` and this processor and system run them.
 bool has_isa(Isa isa);
-/// The highest level here.
+/// The level whose kernels are fastest here.
 Isa best_isa();
 
 std::string_view name_of(Isa isa);

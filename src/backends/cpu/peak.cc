@@ -71,8 +71,8 @@ double bf16_dot_gflops(const OpContext& ctx) {
 
 double read_gbps(const OpContext& ctx) {
   const Kernels& kernels = kernels_of(ctx);
-  // Beyond the last level cache of a desktop or of a slice of a server.
-  constexpr std::int64_t kFloats = 64 * 1024 * 1024;
+  // 1 GiB: beyond any last level cache.
+  constexpr std::int64_t kFloats = 256 * 1024 * 1024;
   constexpr std::int64_t kPiece = 64 * 1024;  // Small, so that the threads end together.
   std::vector<float> memory(kFloats, 1.f);
   std::vector<float> sums(kFloats / kPiece);

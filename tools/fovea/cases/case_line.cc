@@ -55,6 +55,11 @@ std::string CaseLine::to_text() const {
   return text;
 }
 
+std::string CaseLine::name() const {
+  const Value* value = find("name");
+  return value == nullptr ? to_text() : value->text;
+}
+
 CaseLine& CaseLine::set(std::string_view key, std::string value) {
   values_.push_back({std::string(key), std::move(value)});
   return *this;
@@ -110,7 +115,7 @@ DType CaseLine::dtype_value(std::string_view key, DType fallback) const {
 
 void CaseLine::check_all_read() const {
   for (const Value& value : values_) {
-    if (!value.is_read) refuse("case: {} is no value of {}", value.key, op_);
+    if (!value.is_read && value.key != "name") refuse("case: {} is no value of {}", value.key, op_);
   }
 }
 

@@ -28,6 +28,8 @@ class CaseLine {
   const std::string& op() const { return op_; }
   DType dtype() const { return dtype_; }
   std::string to_text() const;
+  /// The value of `name`, else the whole line.
+  std::string name() const;
 
   CaseLine& set(std::string_view key, std::int64_t value);
   CaseLine& set(std::string_view key, const std::vector<std::int64_t>& values);
@@ -42,7 +44,7 @@ class CaseLine {
   std::string word(std::string_view key, std::string_view fallback,
                    const std::vector<std::string_view>& allowed) const;
   DType dtype_value(std::string_view key, DType fallback) const;
-  /// Refuses keys that nobody asked for.
+  /// Refuses keys that nobody asked for, but for `name`, which any line may have.
   void check_all_read() const;
 
  private:

@@ -193,6 +193,31 @@ void CachedSequences::fill(std::size_t request, std::int64_t begin, std::int64_t
   }
 }
 
+namespace {
+
+PagedKvCache poisoned_cache(const CacheSpec& spec, std::int64_t num_blocks) {
+  const std::int64_t row_stride =
+      spec.format.row_bytes() + spec.pad * std::max<std::int64_t>(spec.format.alignment(), 1);
+  PagedKvCache cache = PagedKvCache::allocate(
+      spec.format,
+      {.num_blocks = num_blocks, .block_size = spec.block_size, .row_stride = row_stride});
+  std::memset(
+      cache.row(0, 0), kPoison,
+      static_cast<std::size_t>(PagedKvCache::required_bytes(spec.format, cache.layout())));
+  return cache;
+}
+
+}  // namespace
+
+CachedSequences CachedSequences::beside(const KvFormat& format, std::int64_t pad) const {
+  const KvCacheLayout& layout = cache.layout();
+  return {.cache = poisoned_cache({format, layout.block_size, pad}, layout.num_blocks),
+          .block_ids = block_ids,
+          .width = width,
+          .lens = lens,
+          .hidden = hidden};
+}
+
 CachedSequences make_cached_sequences(const CacheSpec& spec, std::vector<std::int64_t> lens,
                                       Random& random) {
   CachedSequences sequences;
@@ -206,15 +231,7 @@ CachedSequences make_cached_sequences(const CacheSpec& spec, std::vector<std::in
   }
   sequences.width += 1;  // A tail for garbage in every row.
   const std::int64_t num_blocks = used + 2;
-  const std::int64_t row_stride =
-      spec.format.row_bytes() + spec.pad * std::max<std::int64_t>(spec.format.alignment(), 1);
-  sequences.cache = PagedKvCache::allocate(
-      spec.format,
-      {.num_blocks = num_blocks, .block_size = spec.block_size, .row_stride = row_stride});
-  std::memset(sequences.cache.row(0, 0), kPoison,
-              static_cast<std::size_t>(
-                  PagedKvCache::required_bytes(spec.format, sequences.cache.layout())));
-
+  sequences.cache = poisoned_cache(spec, num_blocks);
   std::vector<std::int32_t> ids(static_cast<std::size_t>(num_blocks));
   std::iota(ids.begin(), ids.end(), 0);
   for (std::size_t i = ids.size() - 1; i > 0; --i) {

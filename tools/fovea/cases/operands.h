@@ -69,6 +69,8 @@ struct CachedSequences {
   /// Row-major rows [begin, end) of a sequence, NaN where hidden.
   std::vector<double> rows(std::size_t request, std::int64_t begin, std::int64_t end) const;
   void fill(std::size_t request, std::int64_t begin, std::int64_t end, Random& random) const;
+  /// The same sequences and blocks with rows of another format in a cache of their own; poisoned.
+  CachedSequences beside(const KvFormat& format, std::int64_t pad) const;
 };
 struct CacheSpec {
   KvFormat format;

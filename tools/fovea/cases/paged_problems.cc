@@ -26,19 +26,16 @@ class PagedProblem : public Problem {
     rules_ = is_decode_ ? read_decode_rules(line, heads_, query_start_loc_, random_)
                         : read_rules(line, heads_, random_);
     const std::int64_t pad = line.integer("pad", 0, {0});
-    const std::int64_t k_width = kv_heads_ * qk_dim_, v_width = kv_heads_ * v_dim_;
-    sequences_ =
-        make_cached_sequences({{line.dtype_value("cache", line.dtype()), k_width + v_width},
-                               line.integer("block_size", 16),
-                               pad},
-                              {seq_lens_.begin(), seq_lens_.end()}, random_);
+    const std::string cache = line.word("cache", name_of(line.dtype()), kv_format_names());
+    keys_ = make_cached_sequences({heads_format(cache, kv_heads_, qk_dim_),
+                                   line.integer("block_size", 16), pad},
+                                  {seq_lens_.begin(), seq_lens_.end()}, random_);
+    for (std::size_t i = 0; i < seq_lens_.size(); ++i) keys_.hide_before(i, first_key(i));
+    values_ = keys_.beside(heads_format(cache, kv_heads_, v_dim_), pad);
     for (std::size_t i = 0; i < seq_lens_.size(); ++i) {
-      const std::int64_t first = rules_.first_key(queries(i), seq_lens_[i]);
-      sequences_.hide_before(i, first);
-      sequences_.fill(i, first, seq_lens_[i], random_);
+      keys_.fill(i, first_key(i), seq_lens_[i], random_);
+      values_.fill(i, first_key(i), seq_lens_[i], random_);
     }
-    k_cache_ = sequences_.cache.columns(0, k_width);
-    v_cache_ = sequences_.cache.columns(k_width, v_width);
     tokens_ = query_start_loc_.back() + line.integer("padding", 0, {0});
     q_ = normal_array({line.dtype(), {tokens_, heads_, qk_dim_}, pad}, random_, kScoreStddev);
     out_ = poisoned_array({line.dtype_value("out", line.dtype()), {tokens_, heads_, v_dim_}, pad});
@@ -63,8 +60,9 @@ class PagedProblem : public Problem {
     for (std::size_t i = 0; i < seq_lens_.size(); ++i) {
       work.flops += 2 * static_cast<double>(heads_ * (qk_dim_ + v_dim_)) *
                     rules_.visible_pairs(query_start_loc_[i], queries(i), seq_lens_[i]);
-      const std::int64_t rows = seq_lens_[i] - rules_.first_key(queries(i), seq_lens_[i]);
-      work.bytes += static_cast<double>(rows * sequences_.cache.format().row_bytes());
+      const std::int64_t row_bytes =
+          keys_.cache.format().row_bytes() + values_.cache.format().row_bytes();
+      work.bytes += static_cast<double>((seq_lens_[i] - first_key(i)) * row_bytes);
     }
     work.bytes += static_cast<double>(query_start_loc_.back() * heads_) * (q_bytes + out_bytes);
     return work;
@@ -75,7 +73,8 @@ class PagedProblem : public Problem {
     for (std::size_t i = 0; i < seq_lens_.size(); ++i) {
       const std::int64_t begin = query_start_loc_[i], end = query_start_loc_[i + 1];
       if (begin == end) continue;
-      const auto [k, v] = keys_and_values(i);
+      const std::vector<double> k = keys_.rows(i, 0, seq_lens_[i]);
+      const std::vector<double> v = values_.rows(i, 0, seq_lens_[i]);
       const std::vector<double> query = slice(q, begin * heads_ * qk_dim_, end * heads_ * qk_dim_);
       oracle::Attention problem = rules_.problem(end - begin, seq_lens_[i]);
       problem.num_heads = heads_;
@@ -113,7 +112,10 @@ class PagedProblem : public Problem {
   std::int64_t queries(std::size_t i) const {
     return query_start_loc_[i + 1] - query_start_loc_[i];
   }
-  PagedKv paged() const { return {&k_cache_, &v_cache_, sequences_.table(), kv_heads_}; }
+  std::int64_t first_key(std::size_t i) const {
+    return rules_.first_key(queries(i), seq_lens_[i]);
+  }
+  PagedKv paged() const { return {&keys_.cache, &values_.cache, keys_.table(), kv_heads_}; }
 
   void plan_decode() {
     decode_schedule_ = schedule_decode(query_start_loc_, seq_lens_, ctx_.plan_target,
@@ -143,19 +145,6 @@ class PagedProblem : public Problem {
     reserve_poisoned(ctx_, workspace_bytes(ctx_, prefill_));
   }
 
-  /// Of a sequence, [keys, kv_heads, dim] each.
-  std::pair<std::vector<double>, std::vector<double>> keys_and_values(std::size_t i) const {
-    const std::int64_t k_width = kv_heads_ * qk_dim_, v_width = kv_heads_ * v_dim_;
-    const std::vector<double> rows = sequences_.rows(i, 0, seq_lens_[i]);
-    std::pair<std::vector<double>, std::vector<double>> result;
-    for (std::int64_t r = 0; r < seq_lens_[i]; ++r) {
-      const auto row = rows.begin() + r * (k_width + v_width);
-      result.first.insert(result.first.end(), row, row + k_width);
-      result.second.insert(result.second.end(), row + k_width, row + k_width + v_width);
-    }
-    return result;
-  }
-
   const OpContext& ctx_;
   bool is_decode_;
   Random random_;
@@ -168,9 +157,8 @@ class PagedProblem : public Problem {
   std::vector<std::int32_t> query_start_loc_;
   std::vector<std::int32_t> seq_lens_;
   Rules rules_;
-  CachedSequences sequences_;
-  PagedKvCache k_cache_;
-  PagedKvCache v_cache_;
+  CachedSequences keys_;
+  CachedSequences values_;
   Array q_;
   Array out_;
   Array lse_;

@@ -64,6 +64,13 @@ void fill_cache_op(CaseLine& line, Random& random) {
   }
 }
 
+/// A KV format that rows of every width have.
+std::string format_word(Random& random) {
+  constexpr std::array<const char*, 7> kFormats = {
+      "f32", "f16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8_per_token", "fp8_per_token"};
+  return kFormats[static_cast<std::size_t>(random.integer(0, 6))];
+}
+
 /// Some of the rules; a chunk needs a causal mask.
 void set_rules(CaseLine& line, Random& random, bool is_causal) {
   if (random.chance(0.3)) line.set("window", random.integer(0, 90));
@@ -101,7 +108,7 @@ void fill_attention_decode(CaseLine& line, Random& random) {
     set_rules(line, random, is_causal);
   }
   line.set("block_size", block_size(random));
-  if (random.chance(0.3)) line.set("cache", dtype_word(random));
+  if (random.chance(0.3)) line.set("cache", format_word(random));
   if (random.chance(0.3)) line.set("out", std::string("f32"));
   if (random.chance(0.5)) line.set("padding", random.integer(1, 4));
 }
@@ -116,13 +123,6 @@ void fill_gqa_append(CaseLine& line, Random& random) {
   if (random.chance(0.4)) return;
   line.set("rope", random.chance(0.5) ? qk : 2 * random.integer(1, qk / 2));
   line.set("pairing", std::string(random.chance(0.5) ? "neox" : "interleaved"));
-}
-
-/// A KV format that latents of every width have.
-std::string latent_format_word(Random& random) {
-  constexpr std::array<const char*, 7> kFormats = {
-      "f32", "f16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8_per_token", "fp8_per_token"};
-  return kFormats[static_cast<std::size_t>(random.integer(0, 6))];
 }
 
 void fill_mla_decode(CaseLine& line, Random& random) {
@@ -140,7 +140,11 @@ void fill_mla_decode(CaseLine& line, Random& random) {
   line.set("rope", has_real_dims ? 64 : 2 * random.integer(1, 32));
   line.set("block_size", block_size(random)).set("causal", is_causal ? 1 : 0);
   set_rules(line, random, is_causal);
-  if (random.chance(0.4)) line.set("cache", latent_format_word(random));
+  if (has_real_dims && random.chance(0.2)) {
+    line.set("cache", std::string("fp8_ds_mla"));
+  } else if (random.chance(0.4)) {
+    line.set("cache", format_word(random));
+  }
   if (random.chance(0.3)) line.set("out", std::string("f32"));
   if (random.chance(0.5)) line.set("padding", random.integer(1, 4));
 }
@@ -155,7 +159,7 @@ void fill_attention_prefill(CaseLine& line, Random& random) {
   if (is_paged) {
     set_head_dims(line, random);
     line.set("block_size", block_size(random));
-    if (random.chance(0.3)) line.set("cache", dtype_word(random));
+    if (random.chance(0.3)) line.set("cache", format_word(random));
   } else {
     const std::int64_t kv_heads = random.integer(1, 4);
     line.set("heads", kv_heads * random.integer(1, 4)).set("kv_heads", kv_heads);

@@ -232,8 +232,8 @@ void attend_pairs(const PairTile& tile) {
   weigh(tile, correction);
   std::int64_t begin = 0;
   for (int g = 0; g < tile.v_groups.count; ++g) {
-    // The last group ends at the last channel: vectors go beyond it.
-    const std::int64_t end = (tile.v_groups.end[g] + kLanes - 1) / kLanes * kLanes;
+    // The last group ends at the last channel, which may lie in the second of interleave's vectors.
+    const std::int64_t end = (tile.v_groups.end[g] + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes);
     pack_weights(tile, tile.v_scales + g * tile.capacity);
     if (tile.row_mask && !tile.v_is_finite) {
       add_seen_values(tile, correction, begin, end);

@@ -159,15 +159,19 @@ FOVEA_INLINE Pairs round_to_pairs(Vec first, Vec second) {
   }
   return v;
 }
-/// Pairs (a[i], b[i]) of 2 * kLanes channels, in two vectors of any order.
+/// Pairs (a[i], b[i]) of 2 * kLanes channels: even channels are low.
 FOVEA_INLINE void interleave(const BFloat16* a, const BFloat16* b, Pairs* low, Pairs* high) {
   for (int i = 0; i < kLanes; ++i) {
-    (*low)[i] = static_cast<std::uint32_t>(b[i].bits) << 16 | a[i].bits;
-    (*high)[i] = static_cast<std::uint32_t>(b[kLanes + i].bits) << 16 | a[kLanes + i].bits;
+    (*low)[i] = static_cast<std::uint32_t>(b[2 * i].bits) << 16 | a[2 * i].bits;
+    (*high)[i] = static_cast<std::uint32_t>(b[2 * i + 1].bits) << 16 | a[2 * i + 1].bits;
   }
 }
 /// Vectors in the order of interleave, in that of the channels.
-FOVEA_INLINE void restore_order(Vec*, Vec*) {}
+FOVEA_INLINE void restore_order(Vec* low, Vec* high) {
+  const Vec even = *low, odd = *high;
+  *low = Vec{even[0], odd[0], even[1], odd[1]};
+  *high = Vec{even[2], odd[2], even[3], odd[3]};
+}
 /// Whether a half is infinite or NaN.
 FOVEA_INLINE bool any_not_finite(Pairs v) {
   bool any = false;
