@@ -29,6 +29,9 @@ struct AttendShape {
   bool values_in_keys = false;  ///< A value is the first v_channels of its key.
   float score_factor = 0.f;     ///< sm_scale * log2(e)
   float soft_cap = 0.f;         ///< Of the natural scores; 0: none.
+  /// Rows of a query token: few leave the lanes of row vectors empty. It is the layer's, so that a
+  /// row's bits do not depend on how many query tokens it is worked on with.
+  std::int64_t rows_per_query = kMaxLanes;
   ChannelGroups k_groups;       ///< Of stored keys; PairState alone needs them and the next.
   ChannelGroups v_groups;
 };
@@ -53,6 +56,11 @@ struct HeadRows {
     return (count + kMaxLanes - 1) / kMaxLanes * kMaxLanes;
   }
 };
+
+/// Whether lanes are better channels than rows: more than half of them would be empty.
+inline bool has_few_rows(const Kernels& kernels, const AttendShape& shape) {
+  return 2 * shape.rows_per_query <= kernels.lanes;
+}
 
 /// Hands out pieces of memory, aligned to Workspace::kAlignment, or only counts them.
 class Carver {

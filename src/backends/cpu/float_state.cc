@@ -4,9 +4,11 @@ namespace fovea::cpu {
 
 FloatState::FloatState(const Kernels& kernels, const AttendShape& shape, Carver&& carver)
     : RowState(kernels, shape, kTokens, carver),
+      q_stride_(has_few_rows(kernels, shape) ? padded_stride(shape.qk_channels, sizeof(float)) : 0),
       k_stride_(padded_stride(shape.qk_channels, sizeof(float))),
       v_stride_(shape.values_in_keys ? k_stride_ : padded_stride(shape.v_channels, sizeof(float))) {
-  q_ = carver.take<float>(HeadRows::stride_of(shape.max_rows) * shape.qk_channels);
+  const std::int64_t q_row = q_stride_ > 0 ? q_stride_ : shape.qk_channels;
+  q_ = carver.take<float>(HeadRows::stride_of(shape.max_rows) * q_row);
   k_ = carver.take<float>(kTokens * k_stride_);
   v_ = shape.values_in_keys ? k_ : carver.take<float>(kTokens * v_stride_);
   used_ = carver.used();
@@ -21,9 +23,9 @@ std::int64_t FloatState::bytes(const Kernels& kernels, const AttendShape& shape)
 
 void FloatState::begin(const HeadRows& heads) {
   begin_rows(heads);
+  if (q_stride_ > 0 || heads.count % kernels_.lanes == 0) return;
   // Lanes beyond the last row score 0 everywhere.
   const std::int64_t vector = kernels_.lanes * shape_.qk_channels;
-  if (heads.count % kernels_.lanes == 0) return;
   for (std::int64_t head = 0; head < heads.num_heads; ++head) {
     const std::int64_t last = head * heads.stride + heads.count;
     std::fill_n(q_ + last / kernels_.lanes * vector, vector, 0.f);
@@ -31,11 +33,15 @@ void FloatState::begin(const HeadRows& heads) {
 }
 
 void FloatState::set_query(std::int64_t row) {
-  const std::int64_t lanes = kernels_.lanes;
-  float* q = q_ + row / lanes * (shape_.qk_channels * lanes) + row % lanes;
-  for (std::int64_t c = 0; c < shape_.qk_channels; ++c) {
-    q[c * lanes] = query_[c] * shape_.score_factor;
+  const std::int64_t lanes = kernels_.lanes, channels = shape_.qk_channels;
+  if (q_stride_ > 0) {
+    float* q = q_ + row * q_stride_;
+    for (std::int64_t c = 0; c < channels; ++c) q[c] = query_[c] * shape_.score_factor;
+    for (std::int64_t c = channels; c % lanes != 0; ++c) q[c] = 0.f;
+    return;
   }
+  float* q = q_ + row / lanes * (channels * lanes) + row % lanes;
+  for (std::int64_t c = 0; c < channels; ++c) q[c * lanes] = query_[c] * shape_.score_factor;
 }
 
 void FloatState::attend(std::int64_t row, std::int64_t count, std::int64_t tokens,
@@ -43,7 +49,8 @@ void FloatState::attend(std::int64_t row, std::int64_t count, std::int64_t token
   AttendTile tile;
   fill(tile, row, count, tokens);
   tile.row_mask = masks;
-  tile.q = q_ + row * shape_.qk_channels;
+  tile.q = q_ + row * (q_stride_ > 0 ? q_stride_ : shape_.qk_channels);
+  tile.q_stride = q_stride_;
   tile.k = k_;
   tile.v = v_;
   tile.out = out_row(row);

@@ -33,9 +33,10 @@ class FloatState : public RowState {
  private:
   FloatState(const Kernels& kernels, const AttendShape& shape, Carver&& carver);
 
+  std::int64_t q_stride_;  ///< Of few rows, else 0.
   std::int64_t k_stride_;
   std::int64_t v_stride_;
-  float* q_;  ///< [max rows / lanes][qk_channels][lanes]
+  float* q_;  ///< As AttendTile::q.
   float* k_;  ///< [kTokens][k_stride]
   float* v_;  ///< [kTokens][v_stride]; k_ when values are in the keys.
   std::int64_t used_;

@@ -8,6 +8,7 @@
 #include "backends/cpu/simd/exp-inl.h"
 #include "backends/cpu/simd/partial-inl.h"
 #include "backends/cpu/kernels/softmax-inl.h"
+#include "backends/cpu/kernels/dots-inl.h"
 #include "backends/cpu/kernels/attend-inl.h"
 #include "backends/cpu/kernels/peak-inl.h"
 #include "backends/cpu/kernels/rows-inl.h"

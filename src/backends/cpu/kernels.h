@@ -47,10 +47,13 @@ struct ScoreBlock {
 
 /// The block's rows against keys and values in f32.
 struct AttendTile : ScoreBlock {
-  const float* q;  ///< [row vectors][qk_channels][lanes], times sm_scale * log2(e).
+  /// Times sm_scale * log2(e): [row vectors][qk_channels][lanes]; few rows [rows][q_stride], zeros
+  /// up to whole vectors, as in k.
+  const float* q;
   const float* k;  ///< [tokens][k_stride]
   const float* v;  ///< [tokens][v_stride], whole vectors readable.
   float* out;      ///< [rows][out_stride], whole vectors writable: sum of weights times values.
+  std::int64_t q_stride;  ///< 0: lanes of q are rows.
   std::int64_t k_stride;
   std::int64_t v_stride;
   std::int64_t out_stride;
@@ -81,7 +84,9 @@ struct KeyGroup {
 /// The block's rows against keys and values in bf16, two of which are multiplied and added at once:
 /// neighbouring channels in Q K^T, neighbouring tokens in P V.
 struct PairTile : ScoreBlock {
-  const std::uint32_t* q;  ///< [row vectors][qk_channels / 2][lanes] pairs of channels.
+  /// Pairs of channels: [row vectors][qk_channels / 2][lanes]; few rows [rows][q_stride], zeros up
+  /// to whole vectors, which then groups end at.
+  const std::uint32_t* q;
   const KeyGroup* k;       ///< [groups of tokens]
   const float* k_scales;   ///< [k_groups.count][capacity]: sm_scale * log2(e) is part of them.
   const std::uint32_t* v;  ///< [tokens / 2][v_stride] pairs of tokens, as pack_values leaves them.
@@ -94,6 +99,7 @@ struct PairTile : ScoreBlock {
   const std::byte* const* next_values;
   ChannelGroups k_groups;
   ChannelGroups v_groups;
+  std::int64_t q_stride;  ///< In pairs; 0: lanes of q are rows.
   std::int64_t v_stride;
   std::int64_t out_stride;
   std::int64_t qk_channels;

@@ -4,13 +4,29 @@
 #include <cstring>
 
 namespace fovea::cpu {
+namespace {
+
+/// Few rows need groups of whole vectors.
+bool has_few_pair_rows(const Kernels& kernels, const AttendShape& shape) {
+  if (!has_few_rows(kernels, shape)) return false;
+  for (int g = 0; g + 1 < shape.k_groups.count; ++g) {
+    if (shape.k_groups.end[g] % (2 * kernels.lanes) != 0) return false;
+  }
+  return true;
+}
+
+}  // namespace
 
 PairState::PairState(const Kernels& kernels, const AttendShape& shape, Carver&& carver)
     : RowState(kernels, shape, kTokens, carver),
+      q_stride_(has_few_pair_rows(kernels, shape)
+                    ? padded_stride(shape.qk_channels / 2, sizeof(std::uint32_t))
+                    : 0),
       k_stride_(padded_stride(shape.qk_channels, sizeof(BFloat16))),
       v_stride_(padded_stride(shape.v_channels, sizeof(BFloat16))),
       pair_stride_(padded_stride(shape.v_channels, sizeof(std::uint32_t))) {
-  q_ = carver.take<std::uint32_t>(HeadRows::stride_of(shape.max_rows) * shape.qk_channels / 2);
+  const std::int64_t q_row = q_stride_ > 0 ? q_stride_ : shape.qk_channels / 2;
+  q_ = carver.take<std::uint32_t>(HeadRows::stride_of(shape.max_rows) * q_row);
   weights_ = carver.take<std::uint32_t>(kBlockRows * kTokens / 2);
   v_pairs_ = carver.take<std::uint32_t>(kTokens / 2 * pair_stride_);
   k_scales_ = carver.take<float>(shape.k_groups.count * kTokens);
@@ -29,9 +45,9 @@ std::int64_t PairState::bytes(const Kernels& kernels, const AttendShape& shape) 
 
 void PairState::begin(const HeadRows& heads) {
   begin_rows(heads);
+  if (q_stride_ > 0 || heads.count % kernels_.lanes == 0) return;
   // Lanes beyond the last row score 0 everywhere.
   const std::int64_t vector = kernels_.lanes * shape_.qk_channels / 2;
-  if (heads.count % kernels_.lanes == 0) return;
   for (std::int64_t head = 0; head < heads.num_heads; ++head) {
     const std::int64_t last = head * heads.stride + heads.count;
     std::fill_n(q_ + last / kernels_.lanes * vector, vector, 0u);
@@ -39,13 +55,16 @@ void PairState::begin(const HeadRows& heads) {
 }
 
 void PairState::set_query(std::int64_t row) {
-  const std::int64_t lanes = kernels_.lanes;
-  std::uint32_t* q = q_ + row / lanes * (shape_.qk_channels / 2 * lanes) + row % lanes;
-  for (std::int64_t c = 0; c < shape_.qk_channels; c += 2) {
-    const auto first = std::bit_cast<std::uint32_t>(query_[c]) >> 16;
-    const auto second = std::bit_cast<std::uint32_t>(query_[c + 1]) & 0xffff0000u;
-    q[c / 2 * lanes] = second | first;
+  const std::int64_t lanes = kernels_.lanes, pairs = shape_.qk_channels / 2;
+  const bool few = q_stride_ > 0;
+  std::uint32_t* q = q_ + (few ? row * q_stride_ : row / lanes * (pairs * lanes) + row % lanes);
+  const std::int64_t step = few ? 1 : lanes;
+  for (std::int64_t p = 0; p < pairs; ++p) {
+    const auto first = std::bit_cast<std::uint32_t>(query_[2 * p]) >> 16;
+    const auto second = std::bit_cast<std::uint32_t>(query_[2 * p + 1]) & 0xffff0000u;
+    q[p * step] = second | first;
   }
+  for (std::int64_t p = pairs; few && p % lanes != 0; ++p) q[p] = 0;
 }
 
 void PairState::set_key(std::int64_t token, const BFloat16* codes, const float* scales) {
@@ -101,7 +120,8 @@ void PairState::attend(std::int64_t row, std::int64_t count, std::int64_t tokens
   PairTile tile;
   fill(tile, row, count, tokens);
   tile.row_mask = masks;
-  tile.q = q_ + row * shape_.qk_channels / 2;
+  tile.q = q_ + row * (q_stride_ > 0 ? q_stride_ : shape_.qk_channels / 2);
+  tile.q_stride = q_stride_;
   tile.k = groups_;
   tile.k_scales = k_scales_;
   tile.v = v_pairs_;

@@ -41,10 +41,11 @@ class PairState : public RowState {
   PairState(const Kernels& kernels, const AttendShape& shape, Carver&& carver);
   void group_keys(std::int64_t tokens);
 
+  std::int64_t q_stride_;  ///< Of few rows, in pairs, else 0.
   std::int64_t k_stride_;
   std::int64_t v_stride_;
   std::int64_t pair_stride_;
-  std::uint32_t* q_;        ///< [max rows / lanes][qk_channels / 2][lanes]
+  std::uint32_t* q_;        ///< As PairTile::q.
   std::uint32_t* weights_;  ///< [kBlockRows / lanes][kTokens / 2][lanes]
   std::uint32_t* v_pairs_;  ///< [kTokens / 2][pair_stride]
   float* k_scales_;         ///< [k_groups][kTokens]

@@ -41,6 +41,7 @@ struct DecodeCall {
     call.shape.max_rows =
         call.max_state_heads > 1 ? call.max_state_heads * stride : call.max_head_rows;
     call.shape.soft_cap = variant.soft_cap;
+    call.shape.rows_per_query = group();
     return call;
   }
 };

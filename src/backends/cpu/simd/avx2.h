@@ -23,6 +23,8 @@ constexpr int kQkVectors = 2;
 // 4 x 3 accumulators, three vectors of V and one broadcast of P: all 16.
 constexpr int kPvRows = 4;
 constexpr int kPvVectors = 3;
+// 4 x 2, 2 x 4 or 1 x 8 accumulators, four vectors of Q and one of K.
+constexpr int kDotSums = 8;
 
 FOVEA_INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
 FOVEA_INLINE void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
@@ -50,6 +52,11 @@ FOVEA_INLINE float reduce_add(Vec v) {
   __m128 sum = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
   return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
+}
+/// Sums of the lanes of each to out[0 .. 3].
+FOVEA_INLINE void reduce_add4(Vec a, Vec b, Vec c, Vec d, float* out) {
+  const __m256 halves = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
 }
 
 FOVEA_INLINE Vec load(const Float16* p) {

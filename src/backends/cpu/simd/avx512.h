@@ -22,6 +22,8 @@ constexpr int kQkVectors = 2;
 // 8 x 3 accumulators and three vectors of V.
 constexpr int kPvRows = 8;
 constexpr int kPvVectors = 3;
+// 4 x 4, 2 x 8 or 1 x 16 accumulators, four vectors of Q and one of K.
+constexpr int kDotSums = 16;
 
 FOVEA_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
 FOVEA_INLINE void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
@@ -43,6 +45,15 @@ FOVEA_INLINE Vec round(Vec x) {
 /// x * 2^n for integral n in [-126, 127], x and the result normal. NaN when x is.
 FOVEA_INLINE Vec scale_by_power(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
 FOVEA_INLINE float reduce_add(Vec v) { return _mm512_reduce_add_ps(v); }
+/// Sums of the lanes of each to out[0 .. 3].
+FOVEA_INLINE void reduce_add4(Vec a, Vec b, Vec c, Vec d, float* out) {
+  const auto fold = [](Vec v) __attribute__((always_inline)) {
+    return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+  };
+  const __m256 ab = _mm256_hadd_ps(fold(a), fold(b));
+  const __m256 halves = _mm256_hadd_ps(ab, _mm256_hadd_ps(fold(c), fold(d)));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
+}
 
 FOVEA_INLINE Vec load(const Float16* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));

@@ -17,6 +17,7 @@ constexpr int kPairPvRows = 8;
 constexpr int kPairPvVectors = 3;
 
 FOVEA_INLINE Pairs load_pairs(const std::uint32_t* p) { return _mm512_loadu_si512(p); }
+FOVEA_INLINE Pairs load_pairs(const BFloat16* p) { return _mm512_loadu_si512(p); }
 FOVEA_INLINE void store_pairs(std::uint32_t* p, Pairs v) { _mm512_storeu_si512(p, v); }
 FOVEA_INLINE Pairs broadcast_pair(std::uint32_t pair) {
   return _mm512_set1_epi32(static_cast<int>(pair));

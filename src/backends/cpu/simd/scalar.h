@@ -20,6 +20,8 @@ constexpr int kQkTokens = 4;
 constexpr int kQkVectors = 2;
 constexpr int kPvRows = 4;
 constexpr int kPvVectors = 2;
+// 4 x 2, 2 x 4 or 1 x 8 accumulators, four vectors of Q and one of K.
+constexpr int kDotSums = 8;
 
 FOVEA_INLINE Vec load(const float* p) {
   Vec v;
@@ -50,6 +52,13 @@ FOVEA_INLINE Vec scale_by_power(Vec x, Vec n) {
   return x * reinterpret_cast<Vec>(biased << 23);
 }
 FOVEA_INLINE float reduce_add(Vec v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+
+/// Sums of the lanes of each to out[0 .. 3].
+FOVEA_INLINE void reduce_add4(Vec a, Vec b, Vec c, Vec d, float* out) {
+  const Vec low = Vec{a[0], b[0], c[0], d[0]} + Vec{a[2], b[2], c[2], d[2]};
+  const Vec high = Vec{a[1], b[1], c[1], d[1]} + Vec{a[3], b[3], c[3], d[3]};
+  store(out, low + high);
+}
 
 FOVEA_INLINE float to_f32(BFloat16 x) {
   return __builtin_bit_cast(float, static_cast<std::uint32_t>(x.bits) << 16);
@@ -136,6 +145,11 @@ constexpr int kPairPvRows = 4;
 constexpr int kPairPvVectors = 2;
 
 FOVEA_INLINE Pairs load_pairs(const std::uint32_t* p) {
+  Pairs v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+FOVEA_INLINE Pairs load_pairs(const BFloat16* p) {
   Pairs v;
   __builtin_memcpy(&v, p, sizeof v);
   return v;
