@@ -238,6 +238,9 @@ struct DecodeSchedule {
   std::int32_t num_partials() const { return partial_begin.empty() ? 0 : partial_begin.back(); }
 };
 
+/// Enough for a merge to cost little beside its keys, few enough for a long request to be spread.
+inline constexpr std::int32_t kInvariantSplitKeys = 1024;
+
 /// What a machine can do at once, as plain data.
 struct PlanTarget {
   std::int32_t num_workers = 1;      ///< Threads or multiprocessors.
@@ -245,6 +248,9 @@ struct PlanTarget {
   std::int32_t prefill_query_tile = 64;
   bool token_to_seq = false;      ///< The context gather finds a row's request in an array.
   bool non_causal_decode = true;  ///< The decode kernel takes non-causal query blocks.
+  /// Items of a decode end at multiples of kInvariantSplitKeys of their request's keys, whatever
+  /// the batch and num_workers: more merges, and workers that are less even.
+  bool batch_invariant = false;
 };
 
 /// Takes any lengths, also fewer keys than query tokens and no keys at all. `variant` says which

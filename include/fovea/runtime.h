@@ -18,6 +18,10 @@ struct RuntimeOptions {
   /// Borrowed; must outlive the runtime. Null: a std::thread pool of num_threads.
   ThreadPool* pool = nullptr;
   int num_threads = 0;  ///< 0: the processors that this process may use.
+  /// Plans for this context cut work by each request alone, so that the bits which attention ops
+  /// and merges give a row depend on its own inputs alone. Matrix products are not part of that.
+  /// Refused with "cuda".
+  bool batch_invariant = false;
   int cuda_device = 0;  ///< The GPU of "cuda".
   /// "cuda": the cudaStream_t that ops are queued on; null: the default stream. Borrowed.
   void* cuda_stream = nullptr;

@@ -90,9 +90,13 @@ Runtime::Runtime(const RuntimeOptions& options) : state_(std::make_unique<State>
   const Choice backend = choose(options.backend, "backend", "FOVEA_BACKEND");
   const Choice isa = choose(options.isa, "isa", "FOVEA_ISA");
   state.backend = pick_backend(backend);
+  FOVEA_CHECK(!options.batch_invariant || state.backend != "cuda", unsupported,
+              "batch_invariant is on with backend cuda; it must be off there: its kernels do not "
+              "promise that");
   if (!options.pool) state.owned_pool = make_std_thread_pool(options.num_threads);
   state.context.pool = options.pool ? options.pool : state.owned_pool.get();
   state.context.plan_target.num_workers = state.context.pool->num_threads();
+  state.context.plan_target.batch_invariant = options.batch_invariant;
   if (state.backend == "cuda") {
     state.use_cuda(options, isa);
   } else if (state.backend == "cpu") {

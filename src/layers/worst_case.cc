@@ -6,10 +6,13 @@ namespace fovea {
 
 DecodeSchedule worst_decode_schedule(const AttentionLimits& limits, const PlanTarget& target) {
   // Workers are cut from one line of work: at most workers - 1 cuts, each at worst in a request of
-  // its own, which then has two partials.
+  // its own, which then has two partials. Batch-invariant pieces are every request's own.
   const auto requests = static_cast<std::int32_t>(std::max<std::int64_t>(limits.max_num_seqs, 1));
-  const std::int32_t partials = 2 * std::max(target.num_workers - 1, 0);
   const auto keys = static_cast<std::int32_t>(std::max<std::int64_t>(limits.max_seq_len, 1));
+  const std::int32_t pieces = (keys - 1) / kInvariantSplitKeys + 1;
+  const std::int32_t invariant_partials = pieces > 1 ? requests * pieces : 0;
+  const std::int32_t partials = target.batch_invariant ? invariant_partials
+                                                       : 2 * std::max(target.num_workers - 1, 0);
   DecodeSchedule schedule;
   schedule.max_query_len =
       static_cast<std::int32_t>(std::max<std::int64_t>(limits.max_decode_query_len, 1));

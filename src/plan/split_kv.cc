@@ -8,6 +8,7 @@
 // a merge.
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <utility>
 
 #include "core/check.h"
@@ -186,6 +187,58 @@ class ItemWriter {
   std::int64_t position_ = 0;
 };
 
+/// Appends items that end at multiples of kInvariantSplitKeys, request after request, then deals
+/// them to workers as they come.
+class InvariantItemWriter {
+ public:
+  InvariantItemWriter(DecodeSchedule& schedule, std::int32_t num_workers)
+      : schedule_(schedule), num_workers_(num_workers) {
+    schedule_.partial_begin.push_back(0);
+  }
+
+  void append(std::int32_t request, std::int64_t rows, std::int32_t first_key,
+              std::int32_t seq_len) {
+    std::vector<WorkItem>& items = schedule_.items;
+    const std::size_t first = items.size();
+    if (rows > 0 && seq_len == 0) items.push_back({request, 0, 0, -1});
+    for (std::int32_t begin = first_key; rows > 0 && begin < seq_len;) {
+      const std::int32_t rest = kInvariantSplitKeys - begin % kInvariantSplitKeys;
+      const std::int32_t end = seq_len - begin > rest ? begin + rest : seq_len;
+      items.push_back({request, begin, end, -1});
+      work_.push_back(rows * (end - begin));
+      begin = end;
+    }
+    work_.resize(items.size(), 0);
+    std::int32_t partial = schedule_.partial_begin.back();
+    if (items.size() - first > 1) {
+      for (std::size_t i = first; i < items.size(); ++i) items[i].partial = partial++;
+    }
+    schedule_.partial_begin.push_back(partial);
+  }
+
+  /// Worker w starts with the first item whose work lies behind its share of all.
+  void finish() {
+    const double share =
+        std::accumulate(work_.begin(), work_.end(), 0.0) / static_cast<double>(num_workers_);
+    schedule_.worker_begin.assign(1, 0);
+    double done = 0;
+    for (std::size_t i = 0; i < work_.size(); ++i) {
+      while (std::ssize(schedule_.worker_begin) < num_workers_ &&
+             done >= share * static_cast<double>(schedule_.worker_begin.size())) {
+        schedule_.worker_begin.push_back(static_cast<std::int32_t>(i));
+      }
+      done += static_cast<double>(work_[i]);
+    }
+    schedule_.worker_begin.resize(static_cast<std::size_t>(num_workers_) + 1,
+                                  static_cast<std::int32_t>(work_.size()));
+  }
+
+ private:
+  DecodeSchedule& schedule_;
+  std::int32_t num_workers_;
+  std::vector<std::int64_t> work_;  ///< Of each item.
+};
+
 /// Start of the tile with the first key that a query of the sequence sees.
 std::int32_t first_tile(const AttentionVariant& variant, const SequenceExtent& extent,
                         std::int64_t kv_tile) {
@@ -255,13 +308,19 @@ DecodeSchedule schedule_decode(std::span<const std::int32_t> query_start_loc,
   const WorkLine line(query_start_loc, std::move(num_keys), target.decode_kv_tile);
   schedule.items.reserve(seq_lens.size() + static_cast<std::size_t>(target.num_workers));
   schedule.partial_begin.reserve(seq_lens.size() + 1);
-  ItemWriter writer(schedule, cut_evenly(line, target.num_workers));
-  for (std::size_t i = 0; i < seq_lens.size(); ++i) {
-    const std::int64_t rows = line.rows(i);
-    schedule.max_query_len = std::max(schedule.max_query_len, static_cast<std::int32_t>(rows));
-    writer.append(static_cast<std::int32_t>(i), rows, first_keys[i], seq_lens[i]);
+  const auto write = [&](auto&& writer) {
+    for (std::size_t i = 0; i < seq_lens.size(); ++i) {
+      const std::int64_t rows = line.rows(i);
+      schedule.max_query_len = std::max(schedule.max_query_len, static_cast<std::int32_t>(rows));
+      writer.append(static_cast<std::int32_t>(i), rows, first_keys[i], seq_lens[i]);
+    }
+    writer.finish();
+  };
+  if (target.batch_invariant) {
+    write(InvariantItemWriter(schedule, target.num_workers));
+  } else {
+    write(ItemWriter(schedule, cut_evenly(line, target.num_workers)));
   }
-  writer.finish();
   return schedule;
 }
 

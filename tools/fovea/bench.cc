@@ -33,8 +33,8 @@ struct BenchArgs {
   RuntimeArgs runtime;
 };
 
-/// Rounds that a result needs at least; as many as there are when fewer were asked for.
-constexpr std::int64_t kMinSteadyRounds = 5;
+/// Rounds that a result needs at least: more than half of those that were asked for.
+constexpr std::int64_t min_steady(std::int64_t rounds) { return rounds / 2 + 1; }
 /// How far a round's control may be from the median control.
 constexpr double kSteady = 0.10;
 /// A problem in the caches: its time tells a slow phase of a shared machine, which the limits,
@@ -262,10 +262,10 @@ int bench(const BenchArgs& args) {
   Bench bench(args, *runtime);
   const bool finished = bench.run();
   const std::vector<std::size_t> rounds = bench.steady_rounds();
-  if (std::ssize(rounds) < std::min(kMinSteadyRounds, args.rounds)) {
+  if (std::ssize(rounds) < min_steady(args.rounds)) {
     fmt::print("no result: {} of {} rounds were steady, must be {}: try again, or with more "
                "--rounds\n",
-               rounds.size(), args.rounds, std::min(kMinSteadyRounds, args.rounds));
+               rounds.size(), args.rounds, min_steady(args.rounds));
     return finished ? kExitFailure : kExitInterrupted;
   }
   const MachinePeaks peaks = bench.peaks(rounds);

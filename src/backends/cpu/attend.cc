@@ -68,13 +68,19 @@ void RowState::fill(ScoreBlock& block, std::int64_t row, std::int64_t count,
 float RowState::finish_row(std::int64_t row, const Row& out, float sink) const {
   const float sum = row_sum_[row];
   const bool empty = sum == 0.f;
-  float denominator = sum;
-  if (sink != kNoSink) {
-    denominator += std::exp2(sink * std::numbers::log2e_v<float> - row_max_[row]);
+  const float lse =
+      empty ? -kInfinity : row_max_[row] * std::numbers::ln2_v<float> + std::log(sum);
+  const float inverse = empty ? 0.f : 1.f / sum;
+  if (sink == kNoSink) {
+    store_row(kernels_, out_row(row), inverse, shape_.v_channels, out);
+    return lse;
   }
-  const float inverse = empty ? 0.f : 1.f / denominator;
-  store_row(kernels_, out_row(row), inverse, shape_.v_channels, out);
-  return empty ? -kInfinity : row_max_[row] * std::numbers::ln2_v<float> + std::log(sum);
+  // As a merge of this partial alone would: a row's bits are the same with empty partials beside.
+  float* values = out_row(row);
+  for (std::int64_t c = 0; c < shape_.v_channels; ++c) values[c] *= inverse;
+  const float left = empty ? 0.f : 1.f / (1.f + std::exp(sink - lse));
+  store_row(kernels_, values, left, shape_.v_channels, out);
+  return lse;
 }
 
 void fill_masks(const AttentionVariant& variant, const QueryRows& queries, std::int64_t row,

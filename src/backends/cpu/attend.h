@@ -144,20 +144,26 @@ void attend_tile(State& state, std::int64_t first, const QueryRows& queries,
 /// reader_of(head).load(state, tile, next) gives the state keys and values i in [0, tile.size()),
 /// at most State::kTokens, and asks for the memory of tile `next`, perhaps empty; it is never asked
 /// for a key that no row sees. All heads take a tile before the next one: their rows lie next to
-/// each other in memory.
+/// each other in memory. Tiles end at multiples of State::kTokens, wherever what is visible begins,
+/// so that a row's bits do not depend on the rows beside it.
 template <class State, class ReaderOf>
 void attend_keys(State& state, const HeadRows& heads, const QueryRows& queries,
                  const AttentionVariant& variant, const KeyInterval& keys,
                  const ReaderOf& reader_of) {
   const QueryInterval all{queries.query_of(0), queries.query_of(queries.count - 1) + 1};
   const KeyInterval visible = intersect(keys, visible_to_any(variant, all, queries.extent));
-  for (std::int64_t begin = visible.begin; begin < visible.end; begin += State::kTokens) {
-    const KeyInterval tile{begin, std::min(begin + State::kTokens, visible.end)};
+  for (std::int64_t begin = visible.begin; begin < visible.end;) {
+    const std::int64_t grid_end = (begin / State::kTokens + 1) * State::kTokens;
+    const KeyInterval tile{begin, std::min(grid_end, visible.end)};
     const KeyInterval next{tile.end, std::min(tile.end + State::kTokens, visible.end)};
+    // Keys go in groups of kTogether, from one on that no row sees if need be.
+    const std::int64_t holes = begin % State::kTogether;
     for (std::int64_t head = 0; head < heads.num_heads; ++head) {
+      state.begin_tile(holes);
       reader_of(head).load(state, tile, next);
-      attend_tile(state, head * heads.stride, queries, variant, tile);
+      attend_tile(state, head * heads.stride, queries, variant, {begin - holes, tile.end});
     }
+    begin = tile.end;
   }
 }
 

@@ -9,6 +9,7 @@ namespace fovea::cpu {
 class FloatState : public RowState {
  public:
   static constexpr std::int64_t kTokens = kTileTokens;
+  static constexpr std::int64_t kTogether = 1;
   /// Of memory, aligned to Workspace::kAlignment.
   static std::int64_t bytes(const Kernels& kernels, const AttendShape& shape);
   FloatState(const Kernels& kernels, const AttendShape& shape, std::byte* memory);
@@ -18,6 +19,7 @@ class FloatState : public RowState {
   /// Takes the query buffer.
   void set_query(std::int64_t row);
 
+  void begin_tile(std::int64_t) {}
   /// Where token `token` of a tile goes, token by token from 0 on: each may write 15 elements more.
   float* key(std::int64_t token) { return k_ + token * k_stride_; }
   float* value(std::int64_t token) { return v_ + token * v_stride_; }

@@ -111,7 +111,8 @@ struct PairTile : ScoreBlock {
 struct PairKernels {
   /// What pack_values writes at once: an output row is a multiple of it.
   std::int64_t channels;
-  /// [tokens] rows of values to [(tokens + 1) / 2][stride] pairs, a token beyond the last being 0.
+  /// [tokens] rows of values to [(tokens + 1) / 2][stride] pairs; nullptr, as what lies beyond the
+  /// last token, counts as zeros.
   /// Channels are in an order of their own, within `channels` of them. Returns whether all values
   /// are finite.
   bool (*pack_values)(const BFloat16* const* rows, std::int64_t tokens, std::int64_t num_channels,

@@ -68,22 +68,29 @@ void PairState::set_query(std::int64_t row) {
 }
 
 void PairState::set_key(std::int64_t token, const BFloat16* codes, const float* scales) {
-  keys_[token] = codes;
+  keys_[holes_ + token] = codes;
   for (int g = 0; g < shape_.k_groups.count; ++g) {
-    k_scales_[g * kTokens + token] = scales[g] * shape_.score_factor;
+    k_scales_[g * kTokens + holes_ + token] = scales[g] * shape_.score_factor;
   }
   if (shape_.values_in_keys) set_value(token, codes, scales);
 }
 
 void PairState::set_value(std::int64_t token, const BFloat16* codes, const float* scales) {
-  values_[token] = codes;
-  for (int g = 0; g < shape_.v_groups.count; ++g) v_scales_[g * kTokens + token] = scales[g];
+  values_[holes_ + token] = codes;
+  for (int g = 0; g < shape_.v_groups.count; ++g) {
+    v_scales_[g * kTokens + holes_ + token] = scales[g];
+  }
 }
 
 void PairState::finish_load(std::int64_t tokens, std::int64_t next_tokens) {
-  v_is_finite_ =
-      kernels_.pairs->pack_values(values_, tokens, shape_.v_channels, pair_stride_, v_pairs_);
-  group_keys(tokens);
+  if (holes_ > 0) {
+    keys_[0] = keys_[1];
+    values_[0] = nullptr;
+    for (int g = 0; g < shape_.v_groups.count; ++g) v_scales_[g * kTokens] = 0.f;
+  }
+  v_is_finite_ = kernels_.pairs->pack_values(values_, holes_ + tokens, shape_.v_channels,
+                                             pair_stride_, v_pairs_);
+  group_keys(holes_ + tokens);
   has_next_ = next_tokens > 0;
   for (std::int64_t t = next_tokens; has_next_ && t < kTokens; ++t) {
     next_keys_[t] = next_keys_[next_tokens - 1];

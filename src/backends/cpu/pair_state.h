@@ -10,6 +10,7 @@ namespace fovea::cpu {
 class PairState : public RowState {
  public:
   static constexpr std::int64_t kTokens = kPairTileTokens;
+  static constexpr std::int64_t kTogether = 2;
   /// Of memory, aligned to Workspace::kAlignment.
   static std::int64_t bytes(const Kernels& kernels, const AttendShape& shape);
   PairState(const Kernels& kernels, const AttendShape& shape, std::byte* memory);
@@ -19,9 +20,11 @@ class PairState : public RowState {
   /// Takes the query buffer, whose values bf16 has exactly.
   void set_query(std::int64_t row);
 
+  /// Before the tokens of a tile, of which `holes`, 0 or 1, is missing in front: masks hide it.
+  void begin_tile(std::int64_t holes) { holes_ = holes; }
   /// Room for the codes of token `token`; 15 elements more may be written before the next token.
-  BFloat16* key_copy(std::int64_t token) { return k_copy_ + token * k_stride_; }
-  BFloat16* value_copy(std::int64_t token) { return v_copy_ + token * v_stride_; }
+  BFloat16* key_copy(std::int64_t token) { return k_copy_ + (holes_ + token) * k_stride_; }
+  BFloat16* value_copy(std::int64_t token) { return v_copy_ + (holes_ + token) * v_stride_; }
   /// The codes of a token, which must stay until the next tile, and the scale of each group.
   void set_key(std::int64_t token, const BFloat16* codes, const float* scales);
   void set_value(std::int64_t token, const BFloat16* codes, const float* scales);
@@ -31,8 +34,8 @@ class PairState : public RowState {
   /// After the tokens of a tile: their number and that of the next.
   void finish_load(std::int64_t tokens, std::int64_t next_tokens);
 
-  /// Rows [row, row + count), one block, against the first `tokens` of the tile: those that `masks`
-  /// [count][2] says; nullptr: all.
+  /// Rows [row, row + count), one block, against the first `tokens` of the tile, the hole included:
+  /// those that `masks` [count][2] says; nullptr: all.
   void attend(std::int64_t row, std::int64_t count, std::int64_t tokens,
               const std::uint64_t* masks);
   float finish(std::int64_t row, const Row& out, float sink) const;
@@ -58,6 +61,7 @@ class PairState : public RowState {
   const std::byte* next_keys_[kTokens];
   const std::byte* next_values_[kTokens];
   KeyGroup groups_[kTokens / kPairGroupTokens];
+  std::int64_t holes_ = 0;
   bool has_next_ = false;
   bool v_is_finite_ = true;
 };

@@ -248,36 +248,38 @@ void attend_pairs(const PairTile& tile) {
   }
 }
 
+/// Channels [c, c + count) of a row of values, or zeros, up to 2 * kLanes.
+FOVEA_INLINE void copy_channels(const BFloat16* row, std::int64_t c, std::int64_t count,
+                                BFloat16* dst) {
+  __builtin_memset(dst, 0, 2 * kLanes * sizeof(BFloat16));
+  if (row) __builtin_memcpy(dst, row + c, static_cast<std::size_t>(count) * sizeof(BFloat16));
+}
+
 bool pack_values(const BFloat16* const* rows, std::int64_t tokens, std::int64_t num_channels,
                  std::int64_t stride, std::uint32_t* pairs) {
   constexpr std::int64_t kChannels = 2 * kLanes;
-  const BFloat16 zeros[kChannels] = {};
-  bool finite = true;
+  Pairs exponents = broadcast_pair(0);
   for (std::int64_t t = 0; t < tokens; t += 2) {
     const BFloat16* a = rows[t];
-    const bool whole = t + 1 < tokens;
-    const BFloat16* b = whole ? rows[t + 1] : zeros;
+    const BFloat16* b = t + 1 < tokens ? rows[t + 1] : nullptr;
     std::uint32_t* dst = pairs + t / 2 * stride;
-    std::int64_t c = 0;
-    for (; c + kChannels <= num_channels; c += kChannels) {
+    for (std::int64_t c = 0; c < num_channels; c += kChannels) {
       Pairs low, high;
-      interleave(a + c, whole ? b + c : zeros, &low, &high);
+      if (a && b && c + kChannels <= num_channels) {
+        interleave(a + c, b + c, &low, &high);
+      } else {
+        const std::int64_t count = num_channels - c < kChannels ? num_channels - c : kChannels;
+        BFloat16 copies[2][kChannels];
+        copy_channels(a, c, count, copies[0]);
+        copy_channels(b, c, count, copies[1]);
+        interleave(copies[0], copies[1], &low, &high);
+      }
       store_pairs(dst + c, low);
       store_pairs(dst + c + kLanes, high);
-      finite = finite && !any_not_finite(low) && !any_not_finite(high);
+      exponents = larger_exponents(larger_exponents(exponents, low), high);
     }
-    if (c == num_channels) continue;
-    BFloat16 rest[2][kChannels] = {};
-    const auto bytes = static_cast<std::size_t>(num_channels - c) * sizeof(BFloat16);
-    __builtin_memcpy(rest[0], a + c, bytes);
-    if (whole) __builtin_memcpy(rest[1], b + c, bytes);
-    Pairs low, high;
-    interleave(rest[0], rest[1], &low, &high);
-    store_pairs(dst + c, low);
-    store_pairs(dst + c + kLanes, high);
-    finite = finite && !any_not_finite(low) && !any_not_finite(high);
   }
-  return finite;
+  return !any_not_finite(exponents);
 }
 
 void restore_channels(std::int64_t num_channels, float* row) {

@@ -50,10 +50,13 @@ FOVEA_INLINE void restore_order(Vec* low, Vec* high) {
   *low = _mm512_permutex2var_ps(a, first, *high);
   *high = _mm512_permutex2var_ps(a, second, *high);
 }
+/// The larger exponents, half by half, as any_not_finite wants them.
+FOVEA_INLINE Pairs larger_exponents(Pairs exponents, Pairs v) {
+  return _mm512_max_epu16(exponents, _mm512_and_si512(v, _mm512_set1_epi16(0x7f80)));
+}
 /// Whether a half is infinite or NaN.
-FOVEA_INLINE bool any_not_finite(Pairs v) {
-  const __m512i exponent = _mm512_set1_epi16(0x7f80);
-  return _mm512_cmpeq_epi16_mask(_mm512_and_si512(v, exponent), exponent) != 0;
+FOVEA_INLINE bool any_not_finite(Pairs exponents) {
+  return _mm512_cmpeq_epi16_mask(exponents, _mm512_set1_epi16(0x7f80)) != 0;
 }
 
 }  // namespace

@@ -186,6 +186,12 @@ FOVEA_INLINE void restore_order(Vec* low, Vec* high) {
   *low = Vec{even[0], odd[0], even[1], odd[1]};
   *high = Vec{even[2], odd[2], even[3], odd[3]};
 }
+/// The larger exponents, half by half, as any_not_finite wants them.
+FOVEA_INLINE Pairs larger_exponents(Pairs exponents, Pairs v) {
+  const Pairs low = v & 0x7f80u, high = v & 0x7f800000u;
+  const Pairs old_low = exponents & 0x7f80u, old_high = exponents & 0x7f800000u;
+  return (low > old_low ? low : old_low) | (high > old_high ? high : old_high);
+}
 /// Whether a half is infinite or NaN.
 FOVEA_INLINE bool any_not_finite(Pairs v) {
   bool any = false;
