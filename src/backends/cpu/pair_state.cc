@@ -113,11 +113,11 @@ void PairState::group_keys(std::int64_t tokens) {
       group = {rows[0], static_cast<std::intptr_t>(step) / std::int64_t{sizeof(BFloat16)}};
       continue;
     }
-    group = {key_copy(t), k_stride_};
-    for (std::int64_t i = 0; i < count; ++i) {
-      if (rows[i] == key_copy(t + i)) continue;
-      std::memcpy(key_copy(t + i), rows[i],
-                  static_cast<std::size_t>(shape_.qk_channels) * sizeof(BFloat16));
+    BFloat16* copy = k_copy_ + t * k_stride_;
+    group = {copy, k_stride_};
+    for (std::int64_t i = 0; i < count; ++i, copy += k_stride_) {
+      if (rows[i] == copy) continue;
+      std::memcpy(copy, rows[i], static_cast<std::size_t>(shape_.qk_channels) * sizeof(BFloat16));
     }
   }
 }
