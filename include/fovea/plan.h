@@ -244,12 +244,12 @@ inline constexpr std::int32_t kInvariantSplitKeys = 1024;
 /// What a machine can do at once, as plain data.
 struct PlanTarget {
   std::int32_t num_workers = 1;      ///< Threads or multiprocessors.
-  std::int32_t decode_kv_tile = 64;  ///< Splits fall on multiples of it; no piece is shorter.
+  std::int32_t decode_kv_tile = 64;  ///< Splits fall on multiples of it.
   std::int32_t prefill_query_tile = 64;
   bool token_to_seq = false;      ///< The context gather finds a row's request in an array.
   bool non_causal_decode = true;  ///< The decode kernel takes non-causal query blocks.
-  /// Items of a decode end at multiples of kInvariantSplitKeys of their request's keys, whatever
-  /// the batch and num_workers: more merges, and workers that are less even.
+  /// Items of a decode end at multiples of kInvariantSplitKeys of their request's keys, or with
+  /// them, whatever the batch and num_workers: more merges, and workers that are less even.
   bool batch_invariant = false;
 };
 

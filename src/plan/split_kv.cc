@@ -143,6 +143,16 @@ std::vector<std::int64_t> cut_evenly(const WorkLine& line, std::int32_t num_work
   return cuts;
 }
 
+/// Ends a request whose items start at `first`: several are partials.
+void number_partials(DecodeSchedule& schedule, std::size_t first) {
+  std::vector<WorkItem>& items = schedule.items;
+  std::int32_t partial = schedule.partial_begin.back();
+  if (items.size() - first > 1) {
+    for (std::size_t i = first; i < items.size(); ++i) items[i].partial = partial++;
+  }
+  schedule.partial_begin.push_back(partial);
+}
+
 /// Appends items to a schedule, request after request.
 class ItemWriter {
  public:
@@ -165,11 +175,7 @@ class ItemWriter {
       position_ += (end - begin) * rows;
       begin = end;
     }
-    std::int32_t partial = schedule_.partial_begin.back();
-    if (items.size() - first > 1) {
-      for (std::size_t i = first; i < items.size(); ++i) items[i].partial = partial++;
-    }
-    schedule_.partial_begin.push_back(partial);
+    number_partials(schedule_, first);
   }
 
   void finish() {
@@ -209,11 +215,7 @@ class InvariantItemWriter {
       begin = end;
     }
     work_.resize(items.size(), 0);
-    std::int32_t partial = schedule_.partial_begin.back();
-    if (items.size() - first > 1) {
-      for (std::size_t i = first; i < items.size(); ++i) items[i].partial = partial++;
-    }
-    schedule_.partial_begin.push_back(partial);
+    number_partials(schedule_, first);
   }
 
   /// Worker w starts with the first item whose work lies behind its share of all.

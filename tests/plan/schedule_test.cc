@@ -244,6 +244,29 @@ TEST(PrefillSchedule, TilesCoverEveryQueryRowOnceLongestFirst) {
   }
 }
 
+TEST(DecodeSchedule, BatchInvariantItemsAreEachRequestsOwn) {
+  PlanTarget target = target_of(3);
+  target.batch_invariant = true;
+  const Lens seq_lens = {1027, 7, 0, 2048, 9};
+  const DecodeSchedule schedule = schedule_decode(Lens{0, 1, 3, 4, 5, 5}, seq_lens, target);
+  EXPECT_EQ(schedule.items, (std::vector<WorkItem>{{0, 0, 1024, 0},
+                                                   {0, 1024, 1027, 1},
+                                                   {1, 0, 7, -1},
+                                                   {2, 0, 0, -1},
+                                                   {3, 0, 1024, 2},
+                                                   {3, 1024, 2048, 3}}));
+  EXPECT_EQ(schedule.partial_begin, (Lens{0, 2, 2, 2, 4, 4}));
+  EXPECT_EQ(schedule.worker_begin, (Lens{0, 3, 5, 6}));
+}
+
+TEST(DecodeSchedule, BatchInvariantItemsStartAtTheTileOfTheFirstVisibleKey) {
+  PlanTarget target = target_of(2);
+  target.batch_invariant = true;
+  const DecodeSchedule schedule =
+      schedule_decode(Lens{0, 1}, Lens{3000}, target, {.window_left = 1500});
+  EXPECT_EQ(schedule.items, (std::vector<WorkItem>{{0, 1472, 2048, 0}, {0, 2048, 3000, 1}}));
+}
+
 TEST(PrefillSchedule, RowsWithoutKeysHaveTiles) {  // F084, B007
   const PrefillSchedule schedule = schedule_prefill(Lens{0, 3, 5}, Lens{0, 0, 7}, 8);
   EXPECT_EQ(schedule.tiles, (std::vector<PrefillTile>{{1, 0, 2}, {0, 0, 3}}));
