@@ -48,12 +48,13 @@ bool takes_pairs(const Kernels& kernels, const AttentionDecodeParams& params) {
 
 std::int64_t attention_decode_bytes(const Kernels& kernels, const OpContext&,
                                     const AttentionDecodeParams& params) {
-  return split_decode_bytes(kernels, call_of(params), takes_pairs(kernels, params));
+  const DecodeCall call = call_of(params);
+  return split_decode_bytes(call, state_bytes(kernels, call.shape, params.q.dtype));
 }
 
 void attention_decode(const Kernels& kernels, const OpContext& ctx,
                       const AttentionDecodeParams& params) {
-  run_split_decode(kernels, ctx, call_of(params), takes_pairs(kernels, params),
+  run_split_decode(kernels, ctx, call_of(params), params.q.dtype, takes_pairs(kernels, params),
                    GqaSource(kernels, params));
 }
 

@@ -194,14 +194,14 @@ template <class State>
 void run_tasks(const Kernels& kernels, const OpContext& ctx, const AttentionPrefillParams& params) {
   const AttendShape shape = shape_of(params);
   const std::int64_t states = num_states(ctx, params);
-  const std::int64_t state_bytes = State::bytes(kernels, shape);
+  const std::int64_t bytes = state_bytes(kernels, shape, params.q.dtype);
   WorkspaceScope scope(*ctx.workspace);
-  std::byte* memory = scope.take_bytes(states * state_bytes);
+  std::byte* memory = scope.take_bytes(states * bytes);
   const Prefill prefill(kernels, params, shape);
   const std::int64_t tasks = num_tasks(params);
   std::atomic<std::int64_t> next_task{0};
   ctx.pool->run(states, [&](std::int64_t i) {
-    State state(kernels, shape, memory + i * state_bytes);
+    State state(kernels, shape, memory + i * bytes);
     for (;;) {
       const std::int64_t task = next_task.fetch_add(1, std::memory_order_relaxed);
       if (task >= tasks) return;
@@ -214,11 +214,8 @@ void run_tasks(const Kernels& kernels, const OpContext& ctx, const AttentionPref
 
 std::int64_t attention_prefill_bytes(const Kernels& kernels, const OpContext& ctx,
                                      const AttentionPrefillParams& params) {
-  const AttendShape shape = shape_of(params);
-  const std::int64_t state_bytes = takes_pairs(kernels, params)
-                                       ? PairState::bytes(kernels, shape)
-                                       : FloatState::bytes(kernels, shape);
-  return Workspace::rounded(num_states(ctx, params) * state_bytes);
+  return Workspace::rounded(num_states(ctx, params) *
+                            state_bytes(kernels, shape_of(params), params.q.dtype));
 }
 
 void attention_prefill(const Kernels& kernels, const OpContext& ctx,

@@ -104,12 +104,13 @@ bool takes_pairs(const Kernels& kernels, const MlaDecodeParams& params) {
 
 std::int64_t mla_decode_bytes(const Kernels& kernels, const OpContext&,
                               const MlaDecodeParams& params) {
-  return split_decode_bytes(kernels, call_of(params), takes_pairs(kernels, params));
+  const DecodeCall call = call_of(params);
+  return split_decode_bytes(call, state_bytes(kernels, call.shape, params.q_latent.dtype));
 }
 
 void mla_decode(const Kernels& kernels, const OpContext& ctx, const MlaDecodeParams& params) {
-  run_split_decode(kernels, ctx, call_of(params), takes_pairs(kernels, params),
-                   MlaSource(kernels, params));
+  run_split_decode(kernels, ctx, call_of(params), params.q_latent.dtype,
+                   takes_pairs(kernels, params), MlaSource(kernels, params));
 }
 
 }  // namespace fovea::cpu

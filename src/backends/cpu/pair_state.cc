@@ -29,8 +29,8 @@ PairState::PairState(const Kernels& kernels, const AttendShape& shape, Carver&& 
   q_ = carver.take<std::uint32_t>(HeadRows::stride_of(shape.max_rows) * q_row);
   weights_ = carver.take<std::uint32_t>(kBlockRows * kTokens / 2);
   v_pairs_ = carver.take<std::uint32_t>(kTokens / 2 * pair_stride_);
-  k_scales_ = carver.take<float>(shape.k_groups.count * kTokens);
-  v_scales_ = carver.take<float>(shape.v_groups.count * kTokens);
+  k_scales_ = carver.take<float>(ChannelGroups::kMax * kTokens);
+  v_scales_ = carver.take<float>(ChannelGroups::kMax * kTokens);
   k_copy_ = carver.take<BFloat16>(kTokens * k_stride_);
   v_copy_ = shape.values_in_keys ? nullptr : carver.take<BFloat16>(kTokens * v_stride_);
   used_ = carver.used();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backends/cpu/attend.h"
+#include "backends/cpu/float_state.h"
 
 namespace fovea::cpu {
 
@@ -51,8 +52,8 @@ class PairState : public RowState {
   std::uint32_t* q_;        ///< As PairTile::q.
   std::uint32_t* weights_;  ///< [kBlockRows / lanes][kTokens / 2][lanes]
   std::uint32_t* v_pairs_;  ///< [kTokens / 2][pair_stride]
-  float* k_scales_;         ///< [k_groups][kTokens]
-  float* v_scales_;         ///< [v_groups][kTokens]
+  float* k_scales_;         ///< [ChannelGroups::kMax][kTokens]
+  float* v_scales_;         ///< [ChannelGroups::kMax][kTokens]
   BFloat16* k_copy_;        ///< [kTokens][k_stride]
   BFloat16* v_copy_;        ///< [kTokens][v_stride]; nullptr when values are in the keys.
   std::int64_t used_;
@@ -65,5 +66,13 @@ class PairState : public RowState {
   bool has_next_ = false;
   bool v_is_finite_ = true;
 };
+
+/// What either state takes for queries of `dtype`. The cache's format decides between them, and
+/// scratch is sized before that is known.
+inline std::int64_t state_bytes(const Kernels& kernels, const AttendShape& shape, DType dtype) {
+  const std::int64_t bytes = FloatState::bytes(kernels, shape);
+  if (!kernels.pairs || dtype != DType::bf16) return bytes;
+  return std::max(bytes, PairState::bytes(kernels, shape));
+}
 
 }  // namespace fovea::cpu

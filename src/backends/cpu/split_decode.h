@@ -69,10 +69,13 @@ inline std::int64_t split_decode_bytes(const DecodeCall& call, std::int64_t stat
 template <class State, class Source>
 class SplitDecode {
  public:
-  SplitDecode(const Kernels& kernels, const DecodeCall& call, const Source& source,
-              WorkspaceScope& scope)
-      : kernels_(kernels), call_(call), schedule_(call.schedule), source_(source) {
-    state_bytes_ = State::bytes(kernels, call.shape);
+  SplitDecode(const Kernels& kernels, const DecodeCall& call, std::int64_t state_bytes,
+              const Source& source, WorkspaceScope& scope)
+      : kernels_(kernels),
+        call_(call),
+        schedule_(call.schedule),
+        source_(source),
+        state_bytes_(state_bytes) {
     states_ = scope.take_bytes(call.workers() * state_bytes_);
     const std::int64_t partials = schedule_.num_partials();
     if (partials == 0) return;
@@ -228,20 +231,15 @@ class SplitDecode {
   std::int32_t* arrived_ = nullptr;  ///< [requests] partials that are done.
 };
 
-inline std::int64_t split_decode_bytes(const Kernels& kernels, const DecodeCall& call,
-                                       bool takes_pairs) {
-  return split_decode_bytes(call, takes_pairs ? PairState::bytes(kernels, call.shape)
-                                              : FloatState::bytes(kernels, call.shape));
-}
-
 template <class Source>
 void run_split_decode(const Kernels& kernels, const OpContext& ctx, const DecodeCall& call,
-                      bool takes_pairs, const Source& source) {
+                      DType dtype, bool takes_pairs, const Source& source) {
   WorkspaceScope scope(*ctx.workspace);
+  const std::int64_t bytes = state_bytes(kernels, call.shape, dtype);
   if (takes_pairs) {
-    SplitDecode<PairState, Source>(kernels, call, source, scope).run(*ctx.pool);
+    SplitDecode<PairState, Source>(kernels, call, bytes, source, scope).run(*ctx.pool);
   } else {
-    SplitDecode<FloatState, Source>(kernels, call, source, scope).run(*ctx.pool);
+    SplitDecode<FloatState, Source>(kernels, call, bytes, source, scope).run(*ctx.pool);
   }
 }
 
