@@ -84,43 +84,36 @@ class BatchInvariance : public BackendTest {
       ids.insert(ids.end(), row, row + all.width);
     }
     const BlockTableView table{ids.data(), std::ssize(pieces), all.width, all.width};
-    const float scale = 0.16f;
+    const PagedKv kv{&keys_->cache(), &values_->cache(), table, kKvHeads};
+    const auto fill = [&](auto params) {
+      params.out = out;
+      params.lse = lse;
+      params.variant = variant;
+      params.sm_scale = 0.16f;
+      params.sinks = sinks;
+      return params;
+    };
     switch (op) {
       case OpUnderTest::mla_decode: {
-        MlaDecodeParams params;
+        auto params = fill(MlaDecodeParams{});
         params.q_latent = q.view().slice(2, 0, kLatent);
         params.q_pe = q.view().slice(2, kLatent, kLatent + kRope);
         params.cache = &latent_->cache();
         params.block_table = table;
-        params.out = out;
-        params.lse = lse;
-        params.variant = variant;
-        params.sm_scale = scale;
-        params.sinks = sinks;
         mla_decode_once(ctx, params, starts, seq_lens);
         break;
       }
       case OpUnderTest::attention_decode: {
-        AttentionDecodeParams params;
+        auto params = fill(AttentionDecodeParams{});
         params.q = q;
-        params.kv = {&keys_->cache(), &values_->cache(), table, kKvHeads};
-        params.out = out;
-        params.lse = lse;
-        params.variant = variant;
-        params.sm_scale = scale;
-        params.sinks = sinks;
+        params.kv = kv;
         attention_decode_once(ctx, params, starts, seq_lens);
         break;
       }
       case OpUnderTest::attention_prefill: {
-        AttentionPrefillParams params;
+        auto params = fill(AttentionPrefillParams{});
         params.q = q;
-        params.out = out;
-        params.lse = lse;
-        params.variant = variant;
-        params.sm_scale = scale;
-        params.paged = {&keys_->cache(), &values_->cache(), table, kKvHeads};
-        params.sinks = sinks;
+        params.paged = kv;
         attention_prefill_once(ctx, params, starts, offsets_of(seq_lens));
         break;
       }

@@ -7,9 +7,9 @@
 namespace fovea {
 
 enum class Isa : std::uint8_t {
-  scalar,  ///< What the compiler assumes of every processor; runs anywhere.
-  avx2,    ///< AVX2, FMA and F16C.
-  avx512,  ///< AVX-512 F, BW, DQ and VL.
+  scalar,       ///< What the compiler assumes of every processor; runs anywhere.
+  avx2,         ///< AVX2, FMA and F16C.
+  avx512,       ///< AVX-512 F, BW, DQ and VL.
   avx512_bf16,  ///< And BF16 and VNNI.
 };
 /// From the highest level to the lowest.
