@@ -25,7 +25,9 @@ typedef enum fovea_status {
 /* Why the last call of this thread failed; valid until its next one. Never NULL. */
 const char* fovea_last_error(void);
 
-typedef enum fovea_dtype {
+/* One of the constants below. An int, so that any other value can be told from them and refused. */
+typedef int32_t fovea_dtype;
+enum {
   FOVEA_F32,
   FOVEA_F16,
   FOVEA_BF16,
@@ -33,7 +35,7 @@ typedef enum fovea_dtype {
   FOVEA_U8,
   FOVEA_I32,
   FOVEA_I64
-} fovea_dtype;
+};
 
 #define FOVEA_MAX_RANK 6
 

@@ -81,8 +81,7 @@ DType dtype_of_c(fovea_dtype dtype, const char* name) {
     case FOVEA_I64:
       return DType::i64;
   }
-  fail(ErrorCode::invalid_argument, "{}.dtype is {}, which is no fovea_dtype", name,
-       static_cast<int>(dtype));
+  fail(ErrorCode::invalid_argument, "{}.dtype is {}, which is no fovea_dtype", name, dtype);
 }
 
 TensorView view_of(const fovea_tensor& tensor, const char* name) {

@@ -135,7 +135,7 @@ static void test_latent(const fovea_runtime* runtime) {
   expect(fovea_mla_decode(runtime, &params) == FOVEA_INVALID_ARGUMENT, "NaN is refused");
   expect(strstr(fovea_last_error(), "sm_scale") != NULL, "the text names sm_scale");
   params.sm_scale = 0.5f;
-  params.q_pe.dtype = (fovea_dtype)99;
+  params.q_pe.dtype = 99;
   expect(fovea_mla_decode(runtime, &params) == FOVEA_INVALID_ARGUMENT, "unknown dtype");
   fovea_cache_destroy(cache);
 }
