@@ -29,6 +29,9 @@ class BlockPool {
   /// Throws Error(invalid_argument) unless num_blocks >= 0 and block_size >= 1.
   BlockPool(std::int64_t num_blocks, std::int64_t block_size);
 
+  /// Adds free ids up to num_blocks - 1. Throws Error(invalid_argument) on fewer than there are.
+  void grow(std::int64_t num_blocks);
+
   std::int64_t num_blocks() const { return static_cast<std::int64_t>(ref_counts_.size()); }
   std::int64_t block_size() const { return block_size_; }
   /// Blocks that allocate() can still give: never used, released, or cached without a reference.
@@ -76,7 +79,7 @@ class BlockPool {
   std::int64_t num_cached_ = 0;
   std::vector<std::int32_t> ref_counts_;
   std::vector<std::int32_t> unused_;  ///< Free ids without content, last one first.
-  std::vector<Link> links_;  ///< A ring in order of release; the last element is its anchor.
+  std::vector<Link> links_;  ///< A ring in order of release; the first element is its anchor.
   std::vector<std::optional<BlockHash>> hashes_;
   std::unordered_map<BlockHash, std::int32_t, Hasher> published_;
 };

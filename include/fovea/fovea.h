@@ -37,11 +37,19 @@ enum {
   FOVEA_I64
 };
 
+/* Where memory lies: all zeros is the host. */
+enum { FOVEA_CPU, FOVEA_CUDA };
+typedef struct fovea_device {
+  int32_t type; /* FOVEA_CPU or FOVEA_CUDA. */
+  int32_t index;
+} fovea_device;
+
 #define FOVEA_MAX_RANK 6
 
 /* A strided array in memory of the caller's; strides count elements. Absent: data NULL. */
 typedef struct fovea_tensor {
   void* data;
+  fovea_device device;
   fovea_dtype dtype;
   int32_t ndim;
   int64_t shape[FOVEA_MAX_RANK];
@@ -53,10 +61,18 @@ typedef struct fovea_tensor {
 /* Threads, scratch memory and kernels. Used by one thread at a time. */
 typedef struct fovea_runtime fovea_runtime;
 
-/* `backend` "auto", "cpu" or "reference"; `isa` "auto", "scalar", "avx2" or "avx512"; NULL is
- * "auto". `num_threads` 0: the processors that this process may use. */
-fovea_status fovea_runtime_create(const char* backend, const char* isa, int32_t num_threads,
-                                  fovea_runtime** runtime);
+/* All zeros is the default; fovea/runtime.h says what each means. */
+typedef struct fovea_runtime_options {
+  const char* backend; /* "auto" (or NULL), "cpu", "reference" or "cuda". */
+  const char* isa;     /* "auto" (or NULL), "scalar", "avx2", "avx512" or "avx512_bf16"; "plain". */
+  int32_t num_threads; /* 0: the processors that this process may use. */
+  int32_t batch_invariant;
+  int32_t cuda_device;
+  void* cuda_stream; /* The cudaStream_t that ops of "cuda" are queued on. */
+} fovea_runtime_options;
+
+/* `options` NULL: all zeros. */
+fovea_status fovea_runtime_create(const fovea_runtime_options* options, fovea_runtime** runtime);
 void fovea_runtime_destroy(fovea_runtime* runtime);
 
 /* Blocks of stored tokens. Slot s is row s % block_size of block s / block_size. */
@@ -65,6 +81,7 @@ typedef struct fovea_cache fovea_cache;
 /* All in bytes but the counts. */
 typedef struct fovea_cache_layout {
   void* base; /* Memory of the caller's, which must outlive the cache; NULL: own, uninitialised. */
+  fovea_device device; /* Of base. */
   int64_t num_blocks;
   int64_t block_size;     /* Tokens of a block. */
   int64_t row_stride;     /* From a token to the next; 0: rows are contiguous. */

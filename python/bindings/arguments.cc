@@ -61,10 +61,39 @@ void append_integers(nb::handle sequence, const char* name, std::vector<std::int
 
 }  // namespace
 
+Arguments::Arguments(nb::handle runtime) {
+  if (runtime.is_none()) return;
+  runtime_ = &runtime_of(runtime);
+  const OpContext& ctx = runtime_->get().context();
+  if (ctx.memory.device.type == Device::Type::cuda) stream_ = ctx.stream;
+}
+
+const SharedRuntime& Arguments::runtime() const {
+  return runtime_ ? *runtime_ : runtime_of(nb::none());
+}
+
 TensorView Arguments::import(nb::handle object, const char* name, Access access) {
-  ImportedTensor imported = import_tensor(object, name, access);
+  ImportedTensor imported = import_tensor(object, name, access, stream_);
+  const Device& device = imported.view.device;
+  if (device.type == Device::Type::cuda && !runtime_) {
+    try {
+      runtime_ = &cuda_runtime_of(device.index, imported.stream);
+    } catch (const Error& error) {
+      throw Error(error.code(), std::string(name) + " is on cuda:" + std::to_string(device.index) +
+                                    "; " + error.what());
+    }
+    stream_ = imported.stream;
+  }
   if (imported.owner.is_valid()) owners_.push_back(std::move(imported.owner));
   return imported.view;
+}
+
+TensorView Arguments::import_on_host(nb::handle object, const char* name) {
+  const TensorView view = import(object, name, Access::read);
+  if (view.device.type == Device::Type::cpu) return view;
+  ImportedTensor copy = copy_to_host(object, name);
+  owners_.push_back(std::move(copy.owner));
+  return copy.view;
 }
 
 TensorView Arguments::read(nb::handle object, const char* name) {
@@ -88,7 +117,7 @@ std::span<const std::int32_t> Arguments::integers(nb::handle object, const char*
     append_integers(object, name, copies_.emplace_back());
     return copies_.back();
   }
-  const TensorView view = read(object, name);
+  const TensorView view = import_on_host(object, name);
   check_integer_array(view, 1, name);
   if (view.dtype == DType::i32 && view.is_contiguous()) {
     return {view.ptr<const std::int32_t>(), static_cast<std::size_t>(view.shape[0])};
@@ -119,7 +148,7 @@ BlockTableView Arguments::block_table(nb::handle object) {
       append_integers(row, name, rows.emplace_back());
     }
   } else {
-    const TensorView view = read(object, name);
+    const TensorView view = import_on_host(object, name);
     check_integer_array(view, 2, name);
     if (view.dtype == DType::i32 && (view.strides[1] == 1 || view.shape[1] <= 1)) {
       return {view.ptr<const std::int32_t>(), view.shape[0], view.shape[1], view.strides[0]};
@@ -147,6 +176,8 @@ const PagedKvCache* Arguments::cache(nb::handle object, const char* name, Access
       throw Error(ErrorCode::invalid_argument,
                   std::string(name) + " lies over a read-only tensor; it is written to");
     }
+    // Which stream has its rows ready may differ from call to call.
+    if (cache.get().device().type == Device::Type::cuda) import(cache.storage(), name, access);
     return &cache.get();
   }
   const TensorView view = import(object, name, access);

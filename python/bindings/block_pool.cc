@@ -15,13 +15,20 @@ void check_tokens(std::int64_t tokens, const char* name) {
               std::string(name) + " is " + std::to_string(tokens) + "; it must not be negative");
 }
 
-std::vector<std::int32_t> blocks_of(const BlockTable& table) {
-  return {table.blocks().begin(), table.blocks().end()};
+/// A table and its pool, which must outlive it.
+struct PyBlockTable {
+  nb::object pool;
+  BlockTable table;
+};
+
+std::vector<std::int32_t> blocks_of(const PyBlockTable& self) {
+  return {self.table.blocks().begin(), self.table.blocks().end()};
 }
 
-std::vector<std::int64_t> slots_of(const BlockTable& table, std::int64_t begin, std::int64_t end) {
+std::vector<std::int64_t> slots_of(const PyBlockTable& self, std::int64_t begin, std::int64_t end) {
   check_tokens(begin, "begin");
   check_tokens(end - begin, "end - begin");
+  const BlockTable& table = self.table;
   if (end > table.capacity()) {
     throw Error(ErrorCode::invalid_argument, "end is " + std::to_string(end) +
                                                  "; the table has room for " +
@@ -32,10 +39,10 @@ std::vector<std::int64_t> slots_of(const BlockTable& table, std::int64_t begin, 
   return slots;
 }
 
-std::optional<std::pair<std::int32_t, std::int32_t>> make_writable(BlockTable& table,
+std::optional<std::pair<std::int32_t, std::int32_t>> make_writable(PyBlockTable& self,
                                                                    std::int64_t position) {
   check_tokens(position, "position");
-  const auto copy = table.make_writable(position);
+  const auto copy = self.table.make_writable(position);
   if (!copy) return {};
   return std::pair(copy->src, copy->dst);
 }
@@ -56,33 +63,45 @@ Raises:
       .def_prop_ro("block_size", &BlockPool::block_size)
       .def_prop_ro("num_free", &BlockPool::num_free, "Blocks that allocate() can still give.")
       .def_prop_ro("num_used", &BlockPool::num_used)
+      .def("grow", &BlockPool::grow, nb::arg("num_blocks"), "Adds free ids up to num_blocks - 1.")
       .def("allocate", &BlockPool::allocate, "A block with one reference, or None.")
       .def("retain", &BlockPool::retain, nb::arg("block"), "One more reference.")
       .def("release", &BlockPool::release, nb::arg("block"), "One reference less.")
       .def("ref_count", &BlockPool::ref_count, nb::arg("block"));
 
-  nb::class_<BlockTable>(m, "BlockTable", R"(The blocks of one sequence, in order.
+  nb::class_<PyBlockTable>(m, "BlockTable", R"(The blocks of one sequence, in order.
 
 Holds one reference of each until it goes away.)")
-      .def(nb::init<BlockPool&>(), nb::arg("pool"), nb::keep_alive<1, 2>())
+      .def(
+          "__init__",
+          [](PyBlockTable* self, nb::object pool) {
+            BlockPool& blocks = nb::cast<BlockPool&>(pool);
+            new (self) PyBlockTable{std::move(pool), BlockTable(blocks)};
+          },
+          nb::arg("pool"), nb::sig("def __init__(self, pool: BlockPool) -> None"))
       .def_prop_ro("blocks", &blocks_of, "Block ids, as a row of a block table.")
-      .def_prop_ro("capacity", &BlockTable::capacity, "Tokens that the blocks hold.")
+      .def_prop_ro(
+          "capacity", [](const PyBlockTable& self) { return self.table.capacity(); },
+          "Tokens that the blocks hold.")
       .def(
           "grow_to",
-          [](BlockTable& table, std::int64_t tokens) {
+          [](PyBlockTable& self, std::int64_t tokens) {
             check_tokens(tokens, "num_tokens");
-            return table.grow_to(tokens);
+            return self.table.grow_to(tokens);
           },
           nb::arg("num_tokens"),
           "Allocates until so many tokens fit. False, with nothing changed, when blocks lack.")
       .def(
           "shrink_to",
-          [](BlockTable& table, std::int64_t tokens) {
+          [](PyBlockTable& self, std::int64_t tokens) {
             check_tokens(tokens, "num_tokens");
-            table.shrink_to(tokens);
+            self.table.shrink_to(tokens);
           },
           nb::arg("num_tokens"), "Releases the blocks that so many tokens do not need.")
-      .def("fork", &BlockTable::fork, nb::keep_alive<0, 1>(), "A second table on the same blocks.")
+      .def(
+          "fork",
+          [](const PyBlockTable& self) { return PyBlockTable{self.pool, self.table.fork()}; },
+          "A second table on the same blocks.")
       .def("make_writable", &make_writable, nb::arg("position"),
            "(src, dst) of the block that must be copied before the position is written, or None.")
       .def("slots", &slots_of, nb::arg("begin"), nb::arg("end"),

@@ -57,7 +57,7 @@ PagedKvCache view_as_cache(const TensorView& view, const KvFormat& format, const
   // An extent of 1 may have any stride: the defaults then.
   if (rows.shape[1] > 1) layout.row_stride = bytes_of(rows.dtype, rows.strides[1]);
   if (rows.shape[0] > 1) layout.block_stride = bytes_of(rows.dtype, rows.strides[0]);
-  return PagedKvCache::view(view.data, format, layout);
+  return PagedKvCache::view(view.data, format, layout, view.device);
 }
 
 KvCache::KvCache(const KvFormat& format, std::int64_t num_blocks, std::int64_t block_size)
@@ -68,6 +68,17 @@ KvCache::KvCache(nb::object storage, const KvFormat& format)
     : object_(std::move(storage)),
       storage_(import_tensor(object_, "storage", Access::read)),
       cache_(view_as_cache(storage_.view, format, "storage")) {}
+
+void KvCache::copy_block(std::int64_t src, std::int64_t dst) const {
+  for (const std::int64_t block : {src, dst}) {
+    if (block < 0 || block >= cache_.num_blocks()) {
+      refuse("block is " + std::to_string(block) + "; it must be in [0, " +
+             std::to_string(cache_.num_blocks()) + ")");
+    }
+  }
+  if (cache_.device().type == Device::Type::cpu) return cache_.copy_block(src, dst);
+  object_[nb::int_(dst)] = object_[nb::int_(src)];
+}
 
 void bind_cache(nb::module_& m) {
   nb::class_<KvFormat>(m, "KvFormat", "How a cache stores one token, byte for byte.")
@@ -128,18 +139,8 @@ Args:
             return PagedKvCache::required_bytes(c.get().format(), c.get().layout());
           },
           "From the first to the last byte.")
-      .def(
-          "copy_block",
-          [](const KvCache& c, std::int64_t src, std::int64_t dst) {
-            for (const std::int64_t block : {src, dst}) {
-              if (block < 0 || block >= c.get().num_blocks()) {
-                refuse("block is " + std::to_string(block) + "; it must be in [0, " +
-                       std::to_string(c.get().num_blocks()) + ")");
-              }
-            }
-            c.get().copy_block(src, dst);
-          },
-          nb::arg("src"), nb::arg("dst"), "Copies the rows of a block.");
+      .def("copy_block", &KvCache::copy_block, nb::arg("src"), nb::arg("dst"),
+           "Copies the rows of a block.");
 }
 
 }  // namespace fovea::python

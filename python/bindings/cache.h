@@ -24,6 +24,10 @@ class KvCache {
 
   const PagedKvCache& get() const { return cache_; }
   bool read_only() const { return storage_.read_only; }
+  /// The tensor below, if any.
+  nb::handle storage() const { return object_; }
+  /// Copies the rows of a block; on a GPU on the current stream of the tensor's library.
+  void copy_block(std::int64_t src, std::int64_t dst) const;
 
  private:
   nb::object object_;

@@ -40,7 +40,7 @@ struct DlExchangeApi {
   void* managed_from_object;
   void* managed_to_object;
   int (*tensor_from_object)(void* object, DlTensor* out);
-  void* current_stream;
+  int (*current_stream)(int device_type, std::int32_t device_index, void** out);
 };
 
 /// Python's str(object).
@@ -109,14 +109,11 @@ void* address_of_nothing() {
 }
 
 TensorView view_of(const DlTensor& tensor, nb::handle object, const char* name) {
-  if (tensor.device.device_type != kDlCpu && tensor.device.device_type != kDlCudaHost) {
-    const std::string device =
-        tensor.device.device_type == kDlCuda
-            ? "cuda:" + std::to_string(tensor.device.device_id)
-            : "a device of DLPack type " + std::to_string(tensor.device.device_type);
-    fail(ErrorCode::unsupported, std::string(name) + " is on " + device +
-                                     "; this build of fovea has no kernels for it and computes on "
-                                     "the CPU alone: pass a copy there");
+  const int device_type = tensor.device.device_type;
+  if (device_type != kDlCpu && device_type != kDlCudaHost && device_type != kDlCuda) {
+    fail(ErrorCode::unsupported, std::string(name) + " is on a device of DLPack type " +
+                                     std::to_string(device_type) +
+                                     "; fovea computes on CPUs and NVIDIA GPUs: pass a copy there");
   }
   const std::optional<DType> dtype = dtype_of_dlpack(tensor.dtype);
   if (!dtype) refuse_dtype(object, name);
@@ -128,6 +125,7 @@ TensorView view_of(const DlTensor& tensor, nb::handle object, const char* name) 
   const std::span<const std::int64_t> shape(tensor.shape, static_cast<std::size_t>(tensor.ndim));
   TensorView view = TensorView::contiguous(
       static_cast<char*>(tensor.data) + tensor.byte_offset, *dtype, shape);
+  if (device_type == kDlCuda) view.device = {Device::Type::cuda, tensor.device.device_id};
   for (std::size_t d = 0; tensor.strides && d < shape.size(); ++d) {
     view.strides[d] = tensor.strides[d];
   }
@@ -163,10 +161,20 @@ const DlExchangeApi* exchange_api(nb::handle type) {
                            .c_str());
 }
 
-ImportedTensor from_exchange_api(const DlExchangeApi& api, nb::handle object, const char* name) {
+/// Nothing where the tensor lies on a GPU and its library works on another stream than `stream`:
+/// this way of importing does not order their work.
+std::optional<ImportedTensor> from_exchange_api(const DlExchangeApi& api, nb::handle object,
+                                                const char* name, std::optional<void*> stream) {
   DlTensor tensor{};
   if (api.tensor_from_object(object.ptr(), &tensor) != 0) refuse_export(object, name);
-  return {view_of(tensor, object, name), {}, false};
+  ImportedTensor imported{view_of(tensor, object, name), {}};
+  if (imported.view.device.type == Device::Type::cpu) return imported;
+  if (!api.current_stream || api.current_stream(tensor.device.device_type, tensor.device.device_id,
+                                                &imported.stream) != 0) {
+    return {};
+  }
+  if (stream && *stream != imported.stream) return {};
+  return imported;
 }
 
 /// NumPy's own description, since its DLPack knows neither ml_dtypes nor read-only arrays.
@@ -205,15 +213,17 @@ ImportedTensor from_array_interface(nb::handle object, const char* name) {
   return {view, {}, nb::cast<bool>(data[1])};
 }
 
-ImportedTensor from_dlpack(nb::handle object, const char* name) {
+/// What __dlpack__(**options) gives, which is asked for version 1 of DLPack where it knows that.
+ImportedTensor from_dlpack(nb::handle object, const char* name, nb::dict options) {
   const nb::object export_tensor = object.attr("__dlpack__");
-  nb::dict versions;
-  versions["max_version"] = nb::make_tuple(kDlMajorVersion, 0);
+  nb::dict versioned;
+  versioned.update(options);
+  versioned["max_version"] = nb::make_tuple(kDlMajorVersion, 0);
   nb::object capsule =
-      nb::steal(PyObject_Call(export_tensor.ptr(), nb::tuple().ptr(), versions.ptr()));
+      nb::steal(PyObject_Call(export_tensor.ptr(), nb::tuple().ptr(), versioned.ptr()));
   if (!capsule.is_valid() && PyErr_ExceptionMatches(PyExc_TypeError)) {
     PyErr_Clear();  // Older than max_version.
-    capsule = nb::steal(PyObject_CallNoArgs(export_tensor.ptr()));
+    capsule = nb::steal(PyObject_Call(export_tensor.ptr(), nb::tuple().ptr(), options.ptr()));
   }
   if (!capsule.is_valid()) refuse_export(object, name);
   if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned")) {
@@ -227,6 +237,19 @@ ImportedTensor from_dlpack(nb::handle object, const char* name) {
   return {view_of(*tensor, object, name), capsule, false};
 }
 
+/// Ordered before what is queued on `stream` from now on.
+ImportedTensor from_dlpack_on(nb::handle object, const char* name, void* stream) {
+  nb::dict options;
+  const nb::object device = nb::getattr(object, "__dlpack_device__", nb::none());
+  if (!device.is_none() && nb::cast<int>(nb::int_(device()[0])) == kDlCuda) {
+    // DLPack's number of the default stream is 1.
+    options["stream"] = stream ? reinterpret_cast<std::uintptr_t>(stream) : std::uintptr_t{1};
+  }
+  ImportedTensor imported = from_dlpack(object, name, options);
+  imported.stream = stream;
+  return imported;
+}
+
 }  // namespace
 
 std::string name_of_type(nb::handle object) {
@@ -236,14 +259,26 @@ std::string name_of_type(nb::handle object) {
   return module == "builtins" ? name : module + "." + name;
 }
 
-ImportedTensor import_tensor(nb::handle object, const char* name, Access access) {
+ImportedTensor copy_to_host(nb::handle object, const char* name) {
+  nb::dict options;
+  options["dl_device"] = nb::make_tuple(kDlCpu, 0);
+  options["copy"] = true;
+  return from_dlpack(object, name, options);
+}
+
+ImportedTensor import_tensor(nb::handle object, const char* name, Access access,
+                             std::optional<void*> stream) {
   ImportedTensor imported;
+  std::optional<ImportedTensor> fast;
   if (const DlExchangeApi* api = exchange_api(object.type())) {
-    imported = from_exchange_api(*api, object, name);
+    fast = from_exchange_api(*api, object, name, stream);
+  }
+  if (fast) {
+    imported = *std::move(fast);
   } else if (nb::hasattr(object, "__array_interface__") && nb::hasattr(object, "dtype")) {
     imported = from_array_interface(object, name);
   } else if (nb::hasattr(object, "__dlpack__")) {
-    imported = from_dlpack(object, name);
+    imported = from_dlpack_on(object, name, stream.value_or(nullptr));
   } else {
     throw nb::type_error((std::string(name) + " is a " + name_of_type(object) +
                           "; it must be a tensor of torch, NumPy, JAX or another library with "

@@ -96,13 +96,12 @@ void make_mla_layer(MlaLayer* self, const MlaDims& dims, nb::dict weights, nb::o
 void run_mla_layer(const MlaLayer& layer, nb::handle runtime_object, nb::handle hidden,
                    nb::handle out, const BatchPlan& plan, nb::handle cache,
                    nb::handle block_table, nb::handle slot_mapping, nb::handle positions) {
-  const SharedRuntime& runtime = runtime_of(runtime_object);
-  Arguments arguments;
+  Arguments arguments(runtime_object);
   const TensorView in = arguments.read(hidden, "hidden");
   const TensorView result = arguments.write(out, "out");
   const PagedKvCache& rows = *arguments.cache(cache, "cache", Access::write);
   const AttentionStep step = step_of(arguments, plan, block_table, slot_mapping, positions);
-  runtime.run([&](const OpContext& ctx) {
+  arguments.runtime().run([&](const OpContext& ctx) {
     ctx.workspace->reserve(layer.workspace_bytes(ctx, plan));
     layer(ctx, in, result, step, rows);
   });
@@ -125,14 +124,13 @@ void run_attention_layer(const AttentionLayer& layer, nb::handle runtime_object,
                          nb::handle hidden, nb::handle out, const BatchPlan& plan,
                          nb::handle k_cache, nb::handle v_cache, nb::handle block_table,
                          nb::handle slot_mapping, nb::handle positions) {
-  const SharedRuntime& runtime = runtime_of(runtime_object);
-  Arguments arguments;
+  Arguments arguments(runtime_object);
   const TensorView in = arguments.read(hidden, "hidden");
   const TensorView result = arguments.write(out, "out");
   const GqaCache cache{*arguments.cache(k_cache, "k_cache", Access::write),
                        *arguments.cache(v_cache, "v_cache", Access::write)};
   const AttentionStep step = step_of(arguments, plan, block_table, slot_mapping, positions);
-  runtime.run([&](const OpContext& ctx) {
+  arguments.runtime().run([&](const OpContext& ctx) {
     ctx.workspace->reserve(layer.workspace_bytes(ctx, plan));
     layer(ctx, in, result, step, cache);
   });

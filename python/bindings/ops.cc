@@ -41,10 +41,12 @@ Lengths lengths_of(Arguments& arguments, nb::handle query_start_loc, nb::handle 
 
 /// Runs an op with its scratch from the runtime's workspace.
 template <class Params>
-void run_planned(const OpContext& ctx, const Params& params,
+void run_planned(const SharedRuntime& runtime, const Params& params,
                  void (*op)(const OpContext&, const Params&)) {
-  ctx.workspace->reserve(workspace_bytes(ctx, params));
-  op(ctx, params);
+  runtime.run([&](const OpContext& ctx) {
+    ctx.workspace->reserve(workspace_bytes(ctx, params));
+    op(ctx, params);
+  });
 }
 
 std::int64_t rows_of(const TensorView& view) { return view.ndim > 0 ? view.shape[0] : 0; }
@@ -61,8 +63,7 @@ void mla_decode_call(nb::handle runtime_object, nb::handle q_latent, nb::handle 
                      std::int64_t window_left, std::int64_t attention_chunk, float soft_cap,
                      float sm_scale, nb::handle sinks, float q_scale, nb::handle out,
                      nb::handle lse) {
-  const SharedRuntime& runtime = runtime_of(runtime_object);
-  Arguments arguments;
+  Arguments arguments(runtime_object);
   std::vector<std::int32_t> made;
   MlaDecodeParams params;
   params.q_latent = arguments.read(q_latent, "q_latent");
@@ -78,12 +79,12 @@ void mla_decode_call(nb::handle runtime_object, nb::handle q_latent, nb::handle 
   params.q_scale = q_scale;
   if (plan) {
     params.schedule = &plan->decode;
-    runtime.run([&](const OpContext& ctx) { run_planned(ctx, params, &mla_decode); });
+    run_planned(arguments.runtime(), params, &mla_decode);
     return;
   }
   const Lengths lengths =
       lengths_of(arguments, query_start_loc, seq_lens, rows_of(params.q_latent), made);
-  runtime.run([&](const OpContext& ctx) {
+  arguments.runtime().run([&](const OpContext& ctx) {
     mla_decode_once(ctx, params, lengths.query_start_loc, lengths.seq_lens);
   });
 }
@@ -94,8 +95,7 @@ void attention_decode_call(nb::handle runtime_object, nb::handle q, nb::handle k
                            std::int64_t window_left, std::int64_t attention_chunk, float soft_cap,
                            std::optional<float> sm_scale, nb::handle sinks, nb::handle out,
                            nb::handle lse) {
-  const SharedRuntime& runtime = runtime_of(runtime_object);
-  Arguments arguments;
+  Arguments arguments(runtime_object);
   std::vector<std::int32_t> made;
   AttentionDecodeParams params;
   params.q = arguments.read(q, "q");
@@ -111,12 +111,12 @@ void attention_decode_call(nb::handle runtime_object, nb::handle q, nb::handle k
   params.sinks = arguments.read_optional(sinks, "sinks");
   if (plan) {
     params.schedule = &plan->decode;
-    runtime.run([&](const OpContext& ctx) { run_planned(ctx, params, &attention_decode); });
+    run_planned(arguments.runtime(), params, &attention_decode);
     return;
   }
   const Lengths lengths =
       lengths_of(arguments, query_start_loc, seq_lens, rows_of(params.q), made);
-  runtime.run([&](const OpContext& ctx) {
+  arguments.runtime().run([&](const OpContext& ctx) {
     attention_decode_once(ctx, params, lengths.query_start_loc, lengths.seq_lens);
   });
 }
@@ -128,8 +128,7 @@ void attention_prefill_call(nb::handle runtime_object, nb::handle q, nb::handle 
                             std::int64_t window_left, std::int64_t attention_chunk,
                             float soft_cap, std::optional<float> sm_scale, nb::handle sinks,
                             nb::handle out, nb::handle lse) {
-  const SharedRuntime& runtime = runtime_of(runtime_object);
-  Arguments arguments;
+  Arguments arguments(runtime_object);
   AttentionPrefillParams params;
   params.q = arguments.read(q, "q");
   params.k = arguments.read_optional(k, "k");
@@ -149,19 +148,19 @@ void attention_prefill_call(nb::handle runtime_object, nb::handle q, nb::handle 
   params.sinks = arguments.read_optional(sinks, "sinks");
   if (plan) {
     params.schedule = &plan->prefill;
-    runtime.run([&](const OpContext& ctx) { run_planned(ctx, params, &attention_prefill); });
+    run_planned(arguments.runtime(), params, &attention_prefill);
     return;
   }
   const auto cu_q = arguments.integers(cu_seqlens_q, "cu_seqlens_q");
   const auto cu_k = arguments.integers(cu_seqlens_k, "cu_seqlens_k");
-  runtime.run([&](const OpContext& ctx) { attention_prefill_once(ctx, params, cu_q, cu_k); });
+  arguments.runtime().run(
+      [&](const OpContext& ctx) { attention_prefill_once(ctx, params, cu_q, cu_k); });
 }
 
 void merge_state_call(nb::handle runtime_object, nb::handle prefix_out, nb::handle prefix_lse,
                       nb::handle suffix_out, nb::handle suffix_lse, nb::handle sinks,
                       nb::handle out, nb::handle lse) {
-  const SharedRuntime& runtime = runtime_of(runtime_object);
-  Arguments arguments;
+  Arguments arguments(runtime_object);
   MergeStateParams params;
   params.prefix = {arguments.read(prefix_out, "prefix_out"),
                    arguments.read(prefix_lse, "prefix_lse")};
@@ -169,45 +168,42 @@ void merge_state_call(nb::handle runtime_object, nb::handle prefix_out, nb::hand
                    arguments.read(suffix_lse, "suffix_lse")};
   params.result = {arguments.write(out, "out"), arguments.write_optional(lse, "lse")};
   params.sinks = arguments.read_optional(sinks, "sinks");
-  runtime.run([&](const OpContext& ctx) { merge_state(ctx, params); });
+  arguments.runtime().run([&](const OpContext& ctx) { merge_state(ctx, params); });
 }
 
 void kv_append_call(nb::handle runtime_object, nb::handle kv_c, nb::handle k_pe,
                     nb::handle slot_mapping, nb::handle cache) {
-  const SharedRuntime& runtime = runtime_of(runtime_object);
-  Arguments arguments;
+  Arguments arguments(runtime_object);
   KvAppendParams params;
   params.kv_c = arguments.read(kv_c, "kv_c");
   params.k_pe = arguments.read(k_pe, "k_pe");
   params.slot_mapping = arguments.slots(slot_mapping);
   params.cache = arguments.cache(cache, "cache", Access::write);
-  runtime.run([&](const OpContext& ctx) { kv_append(ctx, params); });
+  arguments.runtime().run([&](const OpContext& ctx) { kv_append(ctx, params); });
 }
 
 void gqa_append_call(nb::handle runtime_object, nb::handle k, nb::handle v,
                      nb::handle slot_mapping, nb::handle k_cache, nb::handle v_cache) {
-  const SharedRuntime& runtime = runtime_of(runtime_object);
-  Arguments arguments;
+  Arguments arguments(runtime_object);
   GqaAppendParams params;
   params.k = arguments.read(k, "k");
   params.v = arguments.read(v, "v");
   params.slot_mapping = arguments.slots(slot_mapping);
   params.k_cache = arguments.cache(k_cache, "k_cache", Access::write);
   params.v_cache = arguments.cache(v_cache, "v_cache", Access::write);
-  runtime.run([&](const OpContext& ctx) { gqa_append(ctx, params); });
+  arguments.runtime().run([&](const OpContext& ctx) { gqa_append(ctx, params); });
 }
 
 void kv_gather_call(nb::handle runtime_object, nb::handle cache, nb::handle block_table,
                     nb::handle starts, nb::handle seq_lens, nb::handle out) {
-  const SharedRuntime& runtime = runtime_of(runtime_object);
-  Arguments arguments;
+  Arguments arguments(runtime_object);
   KvGatherParams params;
   params.cache = arguments.cache(cache, "cache", Access::read);
   params.block_table = arguments.block_table(block_table);
   params.starts = arguments.integers(starts, "starts");
   params.seq_lens = arguments.integers(seq_lens, "seq_lens");
   params.out = arguments.write(out, "out");
-  runtime.run([&](const OpContext& ctx) { kv_gather(ctx, params); });
+  arguments.runtime().run([&](const OpContext& ctx) { kv_gather(ctx, params); });
 }
 
 }  // namespace

@@ -4,6 +4,10 @@
 #include <nanobind/stl/string_view.h>
 #include <unistd.h>
 
+#include <cstdint>
+#include <map>
+#include <utility>
+
 #include "dlpack.h"
 #include "fovea/error.h"
 
@@ -11,11 +15,11 @@ namespace fovea::python {
 
 namespace nb = nanobind;
 
-SharedRuntime::SharedRuntime(const std::string& backend, const std::string& isa, int num_threads)
-    : pool_(make_openmp_thread_pool(num_threads)),
-      runtime_(std::make_unique<Runtime>(
-          RuntimeOptions{.backend = backend, .isa = isa, .pool = pool_.get()})),
-      process_(getpid()) {}
+SharedRuntime::SharedRuntime(RuntimeOptions options)
+    : pool_(make_openmp_thread_pool(options.num_threads)), process_(getpid()) {
+  options.pool = pool_.get();
+  runtime_ = std::make_unique<Runtime>(options);
+}
 
 SharedRuntime::~SharedRuntime() {
   if (belongs_here()) return;
@@ -36,15 +40,28 @@ void SharedRuntime::check_process() const {
 
 namespace {
 
-/// Made at the first use; a forked child makes its own. Never destroyed: who computes at exit may
-/// still hold it.
-SharedRuntime& process_runtime() {
-  static SharedRuntime* runtime = nullptr;
-  if (!runtime || !runtime->belongs_here()) runtime = new SharedRuntime("auto", "auto", 0);
+/// Fills `runtime` at the first use, and again in a forked child. Never destroyed: who computes at
+/// exit may still hold it.
+SharedRuntime& made_here(SharedRuntime*& runtime, const RuntimeOptions& options) {
+  if (!runtime || !runtime->belongs_here()) runtime = new SharedRuntime(options);
   return *runtime;
 }
 
+SharedRuntime& process_runtime() {
+  static SharedRuntime* runtime = nullptr;
+  return made_here(runtime, {});
+}
+
 }  // namespace
+
+const SharedRuntime& cuda_runtime_of(int device, void* stream) {
+  // A stream's own scratch memory: what is queued on two of them may run at once.
+  static std::map<std::pair<int, void*>, SharedRuntime*> runtimes;
+  return made_here(runtimes[{device, stream}], {.backend = "cuda",
+                                                .num_threads = 1,
+                                                .cuda_device = device,
+                                                .cuda_stream = stream});
+}
 
 const SharedRuntime& runtime_of(nb::handle object) {
   if (object.is_none()) return process_runtime();
@@ -57,24 +74,47 @@ void bind_runtime(nb::module_& m) {
   nb::class_<SharedRuntime>(m, "Runtime", R"(Threads, scratch memory and the kernels of a device.
 
 Calls from several Python threads wait for each other; the GIL is released while one computes. A
-child process that was forked needs a runtime of its own.
+child process that was forked needs a runtime of its own. Calls that name no runtime take one of the
+device that their tensors are on; on a GPU they are queued on the stream that the tensors' library
+works on just then.
 
 Args:
-    backend: "auto" (the environment's FOVEA_BACKEND, else the best here), "cpu" or "reference".
-    isa: "auto" (FOVEA_ISA, else the best of this processor), "scalar", "avx2" or "avx512".
+    backend: "auto" (the environment's FOVEA_BACKEND, else "cpu"), "cpu", "reference" or "cuda".
+    isa: "auto" (FOVEA_ISA, else the best of this processor), "scalar", "avx2", "avx512" or
+        "avx512_bf16"; of "cuda" "auto", or "plain": only the kernels of any GPU.
     num_threads: 0 takes the processors that this process may use.
+    batch_invariant: the bits of a row depend on its own inputs alone, not on its batch mates or
+        the number of threads.
+    cuda_device: the GPU of "cuda".
+    cuda_stream: the cudaStream_t as an integer (torch.cuda.Stream.cuda_stream) that calls are
+        queued on; 0: the default stream. Tensors of other streams are waited for there; who reads
+        results elsewhere waits for this stream. Borrowed.
 
 Raises:
     ValueError: an unknown name or a negative number of threads.
-    NotImplementedError: this processor lacks the isa.)")
-      .def(nb::init<const std::string&, const std::string&, int>(), nb::kw_only(),
-           nb::arg("backend") = "auto", nb::arg("isa") = "auto", nb::arg("num_threads") = 0)
+    NotImplementedError: this processor lacks the isa, there is no such GPU, or this build has no
+        CUDA.)")
+      .def(
+          "__init__",
+          [](SharedRuntime* self, const std::string& backend, const std::string& isa,
+             int num_threads, bool batch_invariant, int cuda_device, std::uintptr_t cuda_stream) {
+            new (self) SharedRuntime({.backend = backend,
+                                      .isa = isa,
+                                      .num_threads = num_threads,
+                                      .batch_invariant = batch_invariant,
+                                      .cuda_device = cuda_device,
+                                      .cuda_stream = reinterpret_cast<void*>(cuda_stream)});
+          },
+          nb::kw_only(), nb::arg("backend") = "auto", nb::arg("isa") = "auto",
+          nb::arg("num_threads") = 0, nb::arg("batch_invariant") = false,
+          nb::arg("cuda_device") = 0, nb::arg("cuda_stream") = 0)
       .def_prop_ro(
           "backend", [](const SharedRuntime& r) { return std::string(r.get().backend()); },
-          "\"cpu\" or \"reference\".")
+          "\"cpu\", \"reference\" or \"cuda\".")
       .def_prop_ro(
           "isa", [](const SharedRuntime& r) { return std::string(r.get().isa()); },
-          "\"scalar\", \"avx2\" or \"avx512\".")
+          "\"scalar\", \"avx2\", \"avx512\" or \"avx512_bf16\"; on a GPU \"sm_90\", its like or "
+          "\"plain\".")
       .def_prop_ro(
           "num_threads", [](const SharedRuntime& r) { return r.get().num_threads(); },
           "Threads that compute.");

@@ -14,7 +14,8 @@ namespace fovea::python {
 /// A Runtime with a pool that its ops and matrix products share. One call at a time; others wait.
 class SharedRuntime {
  public:
-  SharedRuntime(const std::string& backend, const std::string& isa, int num_threads);
+  /// The pool of `options` is made here.
+  explicit SharedRuntime(RuntimeOptions options);
   ~SharedRuntime();
   SharedRuntime(const SharedRuntime&) = delete;
   SharedRuntime& operator=(const SharedRuntime&) = delete;
@@ -45,6 +46,9 @@ class SharedRuntime {
 
 /// A Runtime, or for None the one of this process. Throws TypeError on anything else.
 const SharedRuntime& runtime_of(nanobind::handle object);
+
+/// That of this process for a GPU and a cudaStream_t. Throws Error(unsupported) as Runtime does.
+const SharedRuntime& cuda_runtime_of(int device, void* stream);
 
 void bind_runtime(nanobind::module_& m);
 

@@ -16,22 +16,33 @@ def shape_of(tensor, name, ndim):
 
 
 def empty(like, shape, dtype=None):
-    """An uninitialised writable array in the library of `like`: NumPy's where that is JAX.
+    """An uninitialised writable array in the library of `like`: NumPy's where that is JAX's on CPU.
 
     dtype: "float32", "bfloat16" and so on; None: that of `like`.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(like, torch.Tensor):
-        return torch.empty(shape, dtype=like.dtype if dtype is None else getattr(torch, dtype))
+        return torch.empty(shape, dtype=like.dtype if dtype is None else getattr(torch, dtype),
+                           device=like.device)
     numpy = sys.modules.get("numpy")
-    if numpy is None or not (isinstance(like, numpy.ndarray) or is_jax(like)):
+    on_cpu = not is_jax(like) or like.platform() == "cpu"
+    if numpy is None or not on_cpu or not (isinstance(like, numpy.ndarray) or is_jax(like)):
         kind = type(like)
-        raise TypeError(f"operands are {kind.__module__}.{kind.__qualname__}: pass out (and lse), "
-                        "since fovea makes results with torch and NumPy only")
+        where = "" if on_cpu else " on a GPU"
+        raise TypeError(f"operands are {kind.__module__}.{kind.__qualname__}{where}: pass out (and "
+                        "lse), since fovea makes results with torch and NumPy only")
     if dtype == "bfloat16":
         import ml_dtypes  # NumPy has no bfloat16 of its own.
         return numpy.empty(shape, ml_dtypes.bfloat16)
     return numpy.empty(shape, like.dtype if dtype is None else dtype)
+
+
+def slots_beside(like, slots):
+    """Slot ids of a list where an op on `like` can read them: on its GPU if it is on one."""
+    torch = sys.modules.get("torch")
+    if not isinstance(slots, (list, tuple)) or torch is None or not isinstance(like, torch.Tensor):
+        return slots
+    return torch.tensor(slots, dtype=torch.int64, device=like.device) if like.is_cuda else slots
 
 
 def is_jax(array):

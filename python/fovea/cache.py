@@ -1,6 +1,7 @@
 """Paged caches with a pool of blocks, and the sequences in them."""
 
 from fovea import _core
+from fovea._arrays import slots_beside
 
 
 class Sequence:
@@ -30,7 +31,7 @@ class Sequence:
         """
         end = self._length + len(first)
         try:
-            slots = self.reserve(end)
+            slots = slots_beside(first, self.reserve(end))
             if self._cache.is_latent:
                 _core.kv_append(runtime, first, second, slots, self._cache.rows)
             else:
@@ -85,13 +86,18 @@ class PagedKvCache:
         pool: the BlockPool that sequences take blocks from.
     """
 
-    def __init__(self, *parts):
-        """One KvCache of latent rows, or those of keys and of values with the same blocks."""
+    def __init__(self, *parts, storages=(None, None)):
+        """One KvCache of latent rows, or those of keys and of values with the same blocks.
+
+        Args:
+            storages: the tensors that they lie over, if any.
+        """
         if len(parts) not in (1, 2):
             raise ValueError(f"{len(parts)} caches are given; it must be one or two")
         if len({(part.num_blocks, part.block_size) for part in parts}) != 1:
             raise ValueError("keys and values must have equally many blocks of equal size")
         self.parts = parts
+        self._storages = storages
         self.pool = _core.BlockPool(parts[0].num_blocks, parts[0].block_size)
 
     @classmethod
@@ -104,10 +110,10 @@ class PagedKvCache:
             format: a name of kv_format_names().
             scale: of formats with one scale: multiplies the stored values.
             storage: a tensor [num_blocks, block_size, row], zero copy: of the format's dtype, or
-                its bytes as uint8.
+                its bytes as uint8. A cache on a GPU needs one.
         """
         rows = _core.KvFormat.latent(format, kv_lora_rank, qk_rope_head_dim, scale=scale)
-        return cls(_part(rows, num_blocks, block_size, storage))
+        return cls(_part(rows, num_blocks, block_size, storage), storages=(storage,))
 
     @classmethod
     def heads(cls, num_kv_heads, head_dim, v_head_dim=None, *, num_blocks=None, block_size=16,
@@ -119,10 +125,11 @@ class PagedKvCache:
             k_storage, v_storage: tensors [num_blocks, block_size, num_kv_heads, width].
         """
         widths = (head_dim, head_dim if v_head_dim is None else v_head_dim)
+        storages = (k_storage, v_storage)
         return cls(*(_part(_core.KvFormat.heads(format, num_kv_heads, width, scale=scale),
                            num_blocks, block_size, storage)
-                     for width, scale, storage in zip(widths, (k_scale, v_scale),
-                                                      (k_storage, v_storage))))
+                     for width, scale, storage in zip(widths, (k_scale, v_scale), storages)),
+                   storages=storages)
 
     @property
     def is_latent(self):
@@ -161,6 +168,29 @@ class PagedKvCache:
     @property
     def nbytes(self):
         return sum(part.nbytes for part in self.parts)
+
+    def grow(self, *storages):
+        """Goes on in larger tensors, to which the blocks are copied; sequences stay.
+
+        Args:
+            storages: one for each of `parts`, shaped like those that the cache was made over but
+                for more blocks.
+
+        Raises:
+            ValueError: the cache has memory of its own, or a tensor does not fit.
+        """
+        if len(storages) != len(self.parts) or any(old is None for old in self._storages):
+            raise ValueError("a cache grows from tensors that it was made over to as many larger "
+                             "ones")
+        parts = tuple(_core.KvCache.over(storage, part.format)
+                      for storage, part in zip(storages, self.parts))
+        if {(part.num_blocks, part.block_size) for part in parts} != {
+                (parts[0].num_blocks, self.block_size)}:
+            raise ValueError("all storages must have equally many blocks, of the old size")
+        self.pool.grow(parts[0].num_blocks)
+        for storage, old in zip(storages, self._storages):
+            storage[:len(old)] = old
+        self.parts, self._storages = parts, storages
 
     def new_sequence(self):
         """An empty Sequence."""

@@ -7,13 +7,17 @@ they are. `sinks` [N]
 float32 are raw logits that join the denominator of the output, not lse. lse is [N, T] float32, the
 natural logarithm; a query without keys has output 0 and lse -inf.
 
-With a `plan` (BatchPlan) the lengths and all of these rules are the plan's. `runtime` None is the
-default one. `out` and `lse` are written where given, and made in the library of the operands
-otherwise; each function returns out, or (out, lse) where lse is given or return_lse is True.
+With a `plan` (BatchPlan) the lengths and all of these rules are the plan's. `runtime` None is one of
+the device of the operands. `out` and `lse` are written where given, and made in the library of the
+operands otherwise; each function returns out, or (out, lse) where lse is given or return_lse is True.
+
+On a GPU a function returns when its work is queued: on the current stream of the operands' library,
+or on the runtime's. Lengths and block tables are needed on the host: arrays of a GPU are copied,
+which waits for them.
 """
 
 from fovea import _core
-from fovea._arrays import empty, result_of, shape_of
+from fovea._arrays import empty, result_of, shape_of, slots_beside
 from fovea.cache import PagedKvCache
 
 
@@ -167,7 +171,7 @@ def kv_append(kv_c, k_pe, slot_mapping, cache, *, runtime=None):
         slot_mapping: [T] int32 or int64, block * block_size + row; -1 skips a token.
         cache: a PagedKvCache of latent rows, or a tensor [num_blocks, block_size, L + R].
     """
-    _core.kv_append(runtime, kv_c, k_pe, slot_mapping, _rows_of(cache))
+    _core.kv_append(runtime, kv_c, k_pe, slots_beside(kv_c, slot_mapping), _rows_of(cache))
 
 
 def gqa_append(k, v, slot_mapping, cache, *, runtime=None):
@@ -180,7 +184,7 @@ def gqa_append(k, v, slot_mapping, cache, *, runtime=None):
         cache: a PagedKvCache of heads, or a pair of tensors as in attention_decode.
     """
     keys, values = _heads_of(cache)
-    _core.gqa_append(runtime, k, v, slot_mapping, keys, values)
+    _core.gqa_append(runtime, k, v, slots_beside(k, slot_mapping), keys, values)
 
 
 def kv_gather(cache, block_table, seq_lens, out, *, starts=None, runtime=None):

@@ -84,12 +84,21 @@ DType dtype_of_c(fovea_dtype dtype, const char* name) {
   fail(ErrorCode::invalid_argument, "{}.dtype is {}, which is no fovea_dtype", name, dtype);
 }
 
+Device device_of(const fovea_device& device, const char* name) {
+  FOVEA_CHECK(device.type == FOVEA_CPU || device.type == FOVEA_CUDA, invalid_argument,
+              "{}.device.type is {}; it must be FOVEA_CPU ({}) or FOVEA_CUDA ({})", name,
+              device.type, static_cast<int>(FOVEA_CPU), static_cast<int>(FOVEA_CUDA));
+  if (device.type == FOVEA_CPU) return {};
+  return {Device::Type::cuda, device.index};
+}
+
 TensorView view_of(const fovea_tensor& tensor, const char* name) {
   TensorView view;
   if (!tensor.data) return view;
   FOVEA_CHECK(tensor.ndim >= 0 && tensor.ndim <= kMaxRank, invalid_argument,
               "{}.ndim is {}; it must be in [0, {}]", name, tensor.ndim, kMaxRank);
   view.data = tensor.data;
+  view.device = device_of(tensor.device, name);
   view.dtype = dtype_of_c(tensor.dtype, name);
   view.ndim = tensor.ndim;
   for (std::size_t d = 0; d < static_cast<std::size_t>(tensor.ndim); ++d) {
@@ -151,8 +160,12 @@ void run_planned(const OpContext& ctx, const Params& params,
 PagedKvCache make_cache(const KvFormat& format, const fovea_cache_layout& layout) {
   const KvCacheLayout where{layout.num_blocks, layout.block_size, layout.row_stride,
                             layout.block_stride, layout.storage_offset};
-  return layout.base ? PagedKvCache::view(layout.base, format, where)
-                     : PagedKvCache::allocate(format, where);
+  const Device device = device_of(layout.device, "layout");
+  if (layout.base) return PagedKvCache::view(layout.base, format, where, device);
+  FOVEA_CHECK(device == Device{}, unsupported,
+              "layout.base is NULL and layout.device is a GPU; a cache there needs memory of the "
+              "caller's");
+  return PagedKvCache::allocate(format, where);
 }
 
 }  // namespace
@@ -162,15 +175,16 @@ using namespace fovea;  // NOLINT(google-build-using-namespace): the functions b
 
 const char* fovea_last_error(void) { return last_error().c_str(); }
 
-fovea_status fovea_runtime_create(const char* backend, const char* isa, int32_t num_threads,
-                                  fovea_runtime** runtime) {
+fovea_status fovea_runtime_create(const fovea_runtime_options* options, fovea_runtime** runtime) {
   return guarded([&] {
     required(runtime, "runtime");
-    RuntimeOptions options;
-    if (backend) options.backend = backend;
-    if (isa) options.isa = isa;
-    options.num_threads = num_threads;
-    *runtime = new fovea_runtime{Runtime(options)};
+    const fovea_runtime_options given = options ? *options : fovea_runtime_options{};
+    *runtime = new fovea_runtime{Runtime({.backend = given.backend ? given.backend : "auto",
+                                          .isa = given.isa ? given.isa : "auto",
+                                          .num_threads = given.num_threads,
+                                          .batch_invariant = given.batch_invariant != 0,
+                                          .cuda_device = given.cuda_device,
+                                          .cuda_stream = given.cuda_stream})};
   });
 }
 

@@ -1,6 +1,7 @@
 #include "fovea/block_pool.h"
 
 #include <limits>
+#include <utility>
 
 #include "core/check.h"
 
@@ -9,23 +10,37 @@ namespace {
 
 std::size_t at(std::int32_t block) { return static_cast<std::size_t>(block); }
 
+/// The anchor of the ring of cached blocks, beside which block b has link b + 1.
+constexpr std::int32_t kAnchor = -1;
+std::size_t link_of(std::int32_t block) { return static_cast<std::size_t>(block + 1); }
+
 }  // namespace
 
 BlockPool::BlockPool(std::int64_t num_blocks, std::int64_t block_size) : block_size_(block_size) {
-  // The ring's anchor takes one id more.
-  constexpr std::int64_t kMaxBlocks = std::numeric_limits<std::int32_t>::max() - 1;
-  FOVEA_CHECK(num_blocks >= 0 && num_blocks <= kMaxBlocks, invalid_argument,
-              "num_blocks is {}, but must be in [0, {}]", num_blocks, kMaxBlocks);
   FOVEA_CHECK(block_size >= 1, invalid_argument, "block_size is {}, but must be at least 1",
               block_size);
+  links_.assign(1, Link{kAnchor, kAnchor});
+  grow(num_blocks);
+}
+
+void BlockPool::grow(std::int64_t num_blocks) {
+  // The ring's anchor takes one link more.
+  constexpr std::int64_t kMaxBlocks = std::numeric_limits<std::int32_t>::max() - 1;
+  const std::int64_t old = this->num_blocks();
+  FOVEA_CHECK(num_blocks >= old && num_blocks <= kMaxBlocks, invalid_argument,
+              "num_blocks is {}, but must be in [{}, {}]", num_blocks, old, kMaxBlocks);
   const auto count = static_cast<std::size_t>(num_blocks);
-  const auto anchor = static_cast<std::int32_t>(num_blocks);
-  ref_counts_.assign(count, 0);
-  hashes_.assign(count, std::nullopt);
-  links_.assign(count + 1, Link{anchor, anchor});
   published_.reserve(count);
-  unused_.reserve(count);
-  for (std::int32_t block = anchor - 1; block >= 0; --block) unused_.push_back(block);
+  hashes_.resize(count);
+  links_.resize(count + 1);
+  std::vector<std::int32_t> unused;
+  unused.reserve(count);
+  for (std::int64_t block = num_blocks - 1; block >= old; --block) {
+    unused.push_back(static_cast<std::int32_t>(block));
+  }
+  unused.insert(unused.end(), unused_.begin(), unused_.end());
+  unused_ = std::move(unused);
+  ref_counts_.resize(count, 0);
 }
 
 std::int64_t BlockPool::num_free() const {
@@ -44,18 +59,17 @@ void BlockPool::check_referenced(std::int32_t block, const char* call) const {
 }
 
 void BlockPool::push_cached(std::int32_t block) {
-  const auto anchor = static_cast<std::int32_t>(num_blocks());
-  const std::int32_t last = links_[at(anchor)].previous;
-  links_[at(block)] = {last, anchor};
-  links_[at(last)].next = block;
-  links_[at(anchor)].previous = block;
+  const std::int32_t last = links_[link_of(kAnchor)].previous;
+  links_[link_of(block)] = {last, kAnchor};
+  links_[link_of(last)].next = block;
+  links_[link_of(kAnchor)].previous = block;
   ++num_cached_;
 }
 
 void BlockPool::take_cached(std::int32_t block) {
-  const Link link = links_[at(block)];
-  links_[at(link.previous)].next = link.next;
-  links_[at(link.next)].previous = link.previous;
+  const Link link = links_[link_of(block)];
+  links_[link_of(link.previous)].next = link.next;
+  links_[link_of(link.next)].previous = link.previous;
   --num_cached_;
 }
 
@@ -65,7 +79,7 @@ std::optional<std::int32_t> BlockPool::allocate() {
     block = unused_.back();
     unused_.pop_back();
   } else if (num_cached_ > 0) {
-    block = links_.back().next;
+    block = links_[link_of(kAnchor)].next;
     take_cached(block);
     published_.erase(*hashes_[at(block)]);
     hashes_[at(block)].reset();

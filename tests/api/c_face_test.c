@@ -137,6 +137,12 @@ static void test_latent(const fovea_runtime* runtime) {
   params.sm_scale = 0.5f;
   params.q_pe.dtype = 99;
   expect(fovea_mla_decode(runtime, &params) == FOVEA_INVALID_ARGUMENT, "unknown dtype");
+  params.q_pe.dtype = FOVEA_F32;
+  params.q_pe.device.type = 7;
+  expect(fovea_mla_decode(runtime, &params) == FOVEA_INVALID_ARGUMENT, "unknown device");
+  params.q_pe.device.type = FOVEA_CUDA;
+  expect(fovea_mla_decode(runtime, &params) == FOVEA_UNSUPPORTED, "a tensor of another device");
+  expect(strstr(fovea_last_error(), "q_pe is on CUDA device 0") != NULL, "the text names q_pe");
   fovea_cache_destroy(cache);
 }
 
@@ -192,9 +198,10 @@ static void test_heads(const fovea_runtime* runtime) {
 
 static void test_refusals(void) {
   fovea_runtime* runtime = NULL;
-  expect(fovea_runtime_create("tpu", NULL, 1, &runtime) == FOVEA_INVALID_ARGUMENT, "backend");
+  const fovea_runtime_options tpu = {.backend = "tpu"};
+  expect(fovea_runtime_create(&tpu, &runtime) == FOVEA_INVALID_ARGUMENT, "backend");
   expect(strstr(fovea_last_error(), "tpu") != NULL, "the text has the backend");
-  expect(fovea_runtime_create(NULL, NULL, 1, NULL) == FOVEA_INVALID_ARGUMENT, "NULL runtime");
+  expect(fovea_runtime_create(NULL, NULL) == FOVEA_INVALID_ARGUMENT, "NULL runtime");
   expect(fovea_mla_decode(NULL, NULL) == FOVEA_INVALID_ARGUMENT, "NULL params");
   const fovea_cache_layout layout = {.num_blocks = 2, .block_size = kBlock};
   fovea_cache* cache = NULL;
@@ -208,7 +215,8 @@ int main(void) {
   fill(rows, kKeys * kRow, 1);
   fill(q, kHeads * kRow, 2);
   fovea_runtime* runtime = NULL;
-  expect(fovea_runtime_create(NULL, NULL, 2, &runtime) == FOVEA_OK, "runtime");
+  const fovea_runtime_options options = {.num_threads = 2, .batch_invariant = 1};
+  expect(fovea_runtime_create(&options, &runtime) == FOVEA_OK, "runtime");
   test_latent(runtime);
   test_heads(runtime);
   test_refusals();

@@ -37,6 +37,24 @@ TEST(BlockPoolTest, AnEmptyPoolAnswersAndBadSizesAreRefused) {
   EXPECT_THROW(BlockPool(std::int64_t{1} << 31, 16), Error);
 }
 
+TEST(BlockPoolTest, AGrownPoolKeepsWhatItHadAndGivesTheNewIdsLast) {
+  BlockPool pool(3, 16);
+  const std::int32_t cached = *pool.allocate(), held = *pool.allocate();
+  ASSERT_TRUE(pool.publish(cached, named(1)));
+  pool.release(cached);
+  pool.grow(5);
+  EXPECT_EQ(pool.num_blocks(), 5);
+  EXPECT_EQ(pool.num_free(), 4);
+  EXPECT_EQ(pool.ref_count(held), 1);
+  EXPECT_EQ(*pool.allocate(), 2);  // Free before.
+  EXPECT_EQ(*pool.allocate(), 3);
+  EXPECT_EQ(*pool.allocate(), 4);
+  EXPECT_TRUE(pool.contains(named(1)));
+  EXPECT_EQ(*pool.allocate(), cached);
+  EXPECT_FALSE(pool.allocate());
+  EXPECT_THROW(pool.grow(4), Error);
+}
+
 TEST(BlockPoolTest, UnownedAndUnknownBlocksAreRefusedWithNothingChanged) {
   BlockPool pool(3, 16);
   const std::int32_t block = *pool.allocate();

@@ -75,11 +75,51 @@ def test_latents_are_cached_and_read_as_they_are(makers, monkeypatch):
     monkeypatch.setattr(fovea.transformers, "mla_decode",
                         lambda *a, **k: absorbed.append(a[2]) or decode(*a, **k))
     cache = generate(model, *batch).past_key_values
-    assert len(absorbed) == 3 * 3 * (STEPS - 1)  # Sequences, layers and decodes.
+    assert len(absorbed) == 3 * (STEPS - 1)  # Layers and decodes.
     for layer in cache.layers:
         assert type(layer) is fovea.transformers.LatentLayer
-        assert layer.storage.shape[2] == 48 and layer.get_seq_length() == 40 + STEPS - 1
-    assert absorbed[-1].data_ptr() == cache.layers[-1].storage[2].data_ptr()  # No copy.
+        assert layer.cache.rows.format.row_elements == 48
+        assert layer.get_seq_length() == 40 + STEPS - 1
+        assert [len(sequence) for sequence in layer.sequences] == [49, 46, 49]  # No padding.
+    assert absorbed[-1] is cache.layers[-1].cache
+
+
+def test_latents_outgrow_their_blocks(makers):
+    eager, ours = (make(makers, "deepseek_v2", kind) for kind in ("eager", "fovea"))
+    tokens = torch.randint(1, eager.config.vocab_size, (2, 30),
+                           generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        caches = [model(tokens).past_key_values for model in (eager, ours)]
+        before = caches[1].layers[-1].cache.num_blocks
+        for length in (17, 300, 3, 500, 1):  # Expanded and absorbed over what is there.
+            tokens = torch.randint(1, eager.config.vocab_size, (2, length),
+                                   generator=torch.Generator().manual_seed(length))
+            a, b = (model(tokens, past_key_values=cache).logits
+                    for model, cache in zip((eager, ours), caches))
+            assert ((a - b).norm(dim=-1) / a.norm(dim=-1)).max() < 1e-3
+    assert caches[1].layers[-1].cache.num_blocks > before
+
+
+def test_latent_layers_follow_the_batch():
+    layer = fovea.transformers.LatentLayer()
+    rows = torch.arange(3 * 4 * 6, dtype=torch.float32).view(3, 1, 4, 6)
+    layer.update(rows[..., :4], rows[..., 4:])
+    layer.store([slice(1, 4), slice(0, 4), slice(2, 4)])
+    layer.reorder_cache(torch.tensor([2, 1, 1]))
+    layer.crop(-1)
+    layer.update(rows[:, :, :1, :4], rows[:, :, :1, 4:])
+    layer.store([slice(2, 4), slice(0, 4), slice(0, 4)])
+    layer.batch_select_indices(torch.tensor([0, 2]))
+    layer.batch_repeat_interleave(2)
+    for _ in range(100):  # Beams that go away leave their blocks.
+        layer.reorder_cache(torch.arange(4))
+    assert layer.cache.pool.ref_count(layer.sequences[0].blocks[0]) == 2
+    assert [len(sequence) for sequence in layer.sequences] == [2, 2, 4, 4]
+    for row, want in ((0, [rows[2, 0, 2], rows[0, 0, 0]]),
+                      (3, [rows[1, 0, 0], rows[1, 0, 1], rows[1, 0, 2], rows[2, 0, 0]])):
+        assert torch.equal(torch.cat(layer.latents(row), dim=3)[0, 0], torch.stack(want))
+    layer.reset()
+    assert layer.get_seq_length() == 0
 
 
 def test_beams_reorder_latents(makers):
