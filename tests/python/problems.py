@@ -23,13 +23,15 @@ def assert_close(expected, got, dtype, what="out"):
 
 
 class Library:
-    """How the tests make arrays of a library and read them back."""
+    """How the tests make arrays of a library and read them back; "cuda" is torch on a GPU."""
 
     def __init__(self, name):
         self.name = name
-        if name == "torch":
+        self.torch = None
+        if name in ("torch", "cuda"):
             import torch
             self.torch = torch
+            self.device = "cuda" if name == "cuda" else "cpu"
         if name == "jax":
             import jax.numpy
             self.jnp = jax.numpy
@@ -39,8 +41,8 @@ class Library:
 
     def array(self, values, dtype):
         values = np.asarray(values, np.float32 if "float" in dtype else dtype)
-        if self.name == "torch":
-            return self.torch.tensor(values).to(getattr(self.torch, dtype))
+        if self.torch:
+            return self.torch.tensor(values, device=self.device).to(getattr(self.torch, dtype))
         if self.name == "jax":
             return self.jnp.asarray(values, dtype)
         if dtype == "bfloat16":
@@ -48,9 +50,14 @@ class Library:
             return values.astype(ml_dtypes.bfloat16)
         return values.astype(dtype)
 
+    def unset(self, shape):
+        """A writable float32 array of NaN: NumPy's for libraries whose arrays never change."""
+        values = np.full(shape, np.nan, np.float32)
+        return self.array(values, "float32") if self.torch else values
+
     def numpy(self, array):
-        if self.name == "torch":
-            return array.to(self.torch.float64).numpy()
+        if self.torch:
+            return array.to(self.torch.float64).cpu().numpy()
         return np.asarray(array).astype(np.float64)
 
     def dtype_of(self, array):

@@ -38,7 +38,8 @@ def test_attention_prefill(library, dtype, rules, rng):
 def test_attention_prefill_of_one_request_needs_no_lengths(library, rng, sinks):
     q, k, v = (library.array(rng.standard_normal((5, 2, 8)), "float32") for _ in range(3))
     sink = rng.standard_normal(2).astype(np.float32)
-    out = fovea.attention_prefill(q, k, v, sinks=sink if sinks else None)
+    out = fovea.attention_prefill(q, k, v,
+                                  sinks=library.array(sink, "float32") if sinks else None)
     expected, _ = expected_attention([library.numpy(q)], [library.numpy(k)], [library.numpy(v)],
                                      8 ** -0.5, sinks=sink if sinks else None)
     assert_close(expected, library.numpy(out), "float32")
@@ -134,12 +135,13 @@ def test_outputs_are_written_in_place_and_nothing_else_is():
 
 
 def test_append_and_gather(library, rng):
-    storage = np.full((3, BLOCK_SIZE, 12), np.nan, np.float32)
+    storage = library.unset((3, BLOCK_SIZE, 12))
     kv_c = library.array(rng.standard_normal((5, 8)), "float32")
     k_pe = library.array(rng.standard_normal((5, 4)), "float32")
-    fovea.kv_append(kv_c, k_pe, np.array([4, 5, -1, 6, 7], np.int64), storage)
-    out = np.full((6, 12), np.nan, np.float32)
+    fovea.kv_append(kv_c, k_pe, library.array([4, 5, -1, 6, 7], "int32"), storage)
+    out = library.unset((6, 12))
     fovea.kv_gather(storage, [[1]], [4], out[1:5])
+    storage, out = library.numpy(storage), library.numpy(out)
     expected = np.concatenate([library.numpy(kv_c), library.numpy(k_pe)], 1)[[0, 1, 3, 4]]
     assert np.array_equal(out[1:5], expected)
     assert np.isnan(out[[0, 5]]).all() and np.isnan(storage[[0, 2]]).all()
