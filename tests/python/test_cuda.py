@@ -137,6 +137,20 @@ def test_compiled_graphs_run():
     assert torch.equal(step(q, k, v), expected)
 
 
+@pytest.mark.parametrize("format", ["bf16", "int8_per_token"])
+@pytest.mark.parametrize("op", [fovea.mla_decode, fovea.attention_decode, fovea.attention_prefill])
+def test_check_finds_nothing(op, format):
+    if op is fovea.mla_decode:
+        dims = fovea.MlaDims(hidden_size=64, num_heads=5, kv_lora_rank=32, qk_nope_head_dim=16,
+                             qk_rope_head_dim=16, v_head_dim=16)
+    else:
+        dims = fovea.GqaDims(hidden_size=64, num_heads=6, num_kv_heads=2, head_dim=32)
+    if op is fovea.attention_prefill:
+        format = "f16"
+    report = fovea.check(op, dims, format, device="cuda")
+    assert report.ok and not report.refused, report
+
+
 def test_generate_of_transformers():
     transformers = pytest.importorskip("transformers")
     import fovea.transformers  # noqa: F401  Registers the implementation.

@@ -30,6 +30,9 @@ class Arrays:
         values = np.asarray(values, np.int32)
         return self.torch.tensor(values, device=self.device) if self.library == "torch" else values
 
+    def bytes(self, values):
+        return self.torch.tensor(values, device=self.device) if self.library == "torch" else values
+
     def read(self, array):
         """Any result as float64 of NumPy."""
         if hasattr(array, "detach"):
@@ -119,6 +122,10 @@ class Problem:
 
     def paged_values(self):
         return self.paged(self.v, self.v_dim)
+
+    def storage(self, row_bytes):
+        """Blocks of rows whose bytes a format does not write: all ones, NaN in most of them."""
+        return np.full((self.num_blocks, self.block_size, row_bytes), 255, np.uint8)
 
     def use_stored(self, keys, values):
         """Float64 reads these rows, which a format that rounds has stored."""

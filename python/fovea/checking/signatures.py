@@ -67,16 +67,20 @@ class mla_decode(_Fovea, Latent):
         rows = problem.paged_keys()[:, :, 0]
         if problem.format in ("bf16", "f16", "f32"):
             return problem.arrays.floats(rows)
-        cache = fovea.PagedKvCache.latent(problem.v_dim, problem.qk_dim - problem.v_dim,
-                                          num_blocks=problem.num_blocks,
-                                          block_size=problem.block_size, format=problem.format)
+        def over(storage):
+            return fovea.PagedKvCache.latent(problem.v_dim, problem.qk_dim - problem.v_dim,
+                                             format=problem.format, storage=storage)
+
+        row = fovea.KvFormat.latent(problem.format, problem.v_dim, problem.qk_dim - problem.v_dim)
+        storage = problem.storage(row.row_bytes)
+        cache = over(storage)
         for request, one in enumerate(problem._with_nan(problem.k)):
             kv_c, k_pe = np.split(one[:, 0].astype(np.float32), [problem.v_dim], axis=1)
             fovea.kv_append(kv_c, k_pe, problem.slots(request), cache)
         stored = [_gathered(cache.rows, problem, request) for request in range(len(problem.k))]
         problem.use_stored([np.nan_to_num(one) for one in stored],
                            [np.nan_to_num(one[..., :problem.v_dim]) for one in stored])
-        return cache
+        return over(problem.arrays.bytes(storage))
 
 
 class attention_decode(_Fovea, Signature):
@@ -94,15 +98,21 @@ class attention_decode(_Fovea, Signature):
         if problem.format in ("bf16", "f16", "f32"):
             return (problem.arrays.floats(problem.paged_keys()),
                     problem.arrays.floats(problem.paged_values()))
-        cache = fovea.PagedKvCache.heads(problem.kv_heads, problem.qk_dim, problem.v_dim,
-                                         num_blocks=problem.num_blocks,
-                                         block_size=problem.block_size, format=problem.format)
+        def over(keys, values):
+            return fovea.PagedKvCache.heads(problem.kv_heads, problem.qk_dim, problem.v_dim,
+                                            format=problem.format, k_storage=keys,
+                                            v_storage=values)
+
+        storages = [problem.storage(
+            fovea.KvFormat.heads(problem.format, problem.kv_heads, width).row_bytes)
+            for width in (problem.qk_dim, problem.v_dim)]
+        cache = over(*storages)
         for request, rows in enumerate(zip(problem._with_nan(problem.k), problem.v)):
             fovea.gqa_append(*(one.astype(np.float32) for one in rows), problem.slots(request),
                              cache)
         problem.use_stored(*([np.nan_to_num(_gathered(part, problem, request))
                               for request in range(len(problem.k))] for part in cache.parts))
-        return cache
+        return over(*map(problem.arrays.bytes, storages))
 
 
 def _gathered(cache, problem, request):
