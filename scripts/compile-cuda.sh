@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compiles the CUDA sources and fails on a register spill. Without nvcc there is nothing to compile.
-# The result, build/cuda/mla_decode_bench, checks and times the kernels on a machine with a GPU.
+# The results, build/cuda/*_bench, check and time the kernels on a machine with a GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -37,12 +37,15 @@ for source in src/backends/cuda/plain/*.cu src/backends/cuda/*.cu src/backends/c
   compile "$source" "${sm80[@]}" >/dev/null
   sources=$((sources + 1))
 done
-objects=()
-for source in src/backends/cuda/sm90/mla_decode/*.cu src/backends/cuda/sm90/mla_decode/*.cc \
-  tests/cuda/*.cu; do
-  object=$(compile "$source" "${sm90[@]}")
-  [[ $source == *.cc ]] || objects+=("$object")
-  sources=$((sources + 1))
+for kernel in src/backends/cuda/sm90/*/op.cc; do
+  kernel=$(dirname "$kernel")
+  bench=$(basename "$kernel")_bench
+  objects=()
+  for source in "$kernel"/*.cu "$kernel"/*.cc "tests/cuda/$bench.cu"; do
+    object=$(compile "$source" "${sm90[@]}")
+    [[ $source == *.cc ]] || objects+=("$object")
+    sources=$((sources + 1))
+  done
+  nvcc "${sm90[@]}" --cudart static -o "$out/$bench" "${objects[@]}"
 done
-nvcc "${sm90[@]}" --cudart static -o "$out/mla_decode_bench" "${objects[@]}"
 echo "compiled $sources CUDA sources without spills"

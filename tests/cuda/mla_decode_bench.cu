@@ -3,12 +3,10 @@
 //
 //   mla_decode_bench [--check] [--time] [--sweep] [--only NAME] [--json FILE] [--commit ID]
 #include <algorithm>
-#include <chrono>
-#include <cstring>
-#include <functional>
 
 #include "backends/cuda/sm90/mla_decode/mla_decode.h"
 #include "cuda/mla_decode_data.h"
+#include "cuda/timing.h"
 
 namespace fovea::cuda::test {
 namespace {
@@ -212,22 +210,6 @@ void run_checks() {
 
 // ------------------------------------------------------------------------------------ timing
 
-__global__ void fill_random(std::uint16_t* data, std::size_t n, std::uint32_t seed) {
-  for (std::size_t i = blockIdx.x * std::size_t{blockDim.x} + threadIdx.x; i < n;
-       i += std::size_t{gridDim.x} * blockDim.x) {
-    std::uint64_t x = i + (std::uint64_t{seed} << 40);
-    x = (x ^ (x >> 31)) * 0x9e3779b97f4a7c15ull;
-    x = (x ^ (x >> 29)) * 0xbf58476d1ce4e5b9ull;
-    x ^= x >> 32;
-    // Sum of four uniforms: near enough to a normal distribution of variance 1.
-    float sum = 0;
-    for (int k = 0; k < 4; ++k)
-      sum += static_cast<float>((x >> (16 * k)) & 0xffff) / 65536.f - 0.5f;
-    const __nv_bfloat16 v = __float2bfloat16(sum * 1.732f);
-    data[i] = *reinterpret_cast<const std::uint16_t*>(&v);
-  }
-}
-
 /// Codes and scales of whole rows.
 __global__ void fill_rows(std::uint8_t* data, std::size_t rows, CacheFormat format, int row_bytes) {
   for (std::size_t row = blockIdx.x; row < rows; row += gridDim.x) {
@@ -264,12 +246,9 @@ struct Timing {
 class TimedCase {
  public:
   explicit TimedCase(const TimedShape& s) : shape_(s) {
-    int l2 = 0;
-    check_cuda(cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, 0), "L2 size");
     const std::int64_t blocks = std::int64_t{s.batch} * (s.kv / 64);
     const std::size_t bytes = static_cast<std::size_t>(blocks) * 64 * row_bytes(s.format);
-    copies_ = static_cast<int>(std::max<std::size_t>(1, 2 * std::size_t(l2) / bytes + 1));
-    if (copies_ > 1) copies_ = (copies_ + kCalls - 1) / kCalls * kCalls;
+    copies_ = copies_beyond_cache(bytes);
     cache_ = DeviceArray<std::uint8_t>(bytes * copies_);
     query_ = DeviceArray<std::uint16_t>(std::size_t{1} * s.batch * s.query_len * s.heads * kRow);
     if (s.format == CacheFormat::dense) {
@@ -321,46 +300,13 @@ class TimedCase {
   Timing time(const std::string& name, const MlaDecodeGeometry& g, double seconds) {
     DeviceArray<std::uint8_t> workspace(mla_decode_sm90_workspace_bytes(g));
     check_cuda(mla_decode_sm90_plan(params_, g, workspace.data(), nullptr), "plan");
-    cudaStream_t stream;
-    check_cuda(cudaStreamCreate(&stream), "stream");
-    std::vector<cudaGraphExec_t> graphs;
-    for (int first = 0; first < copies_; first += kCalls) {
-      cudaGraph_t graph;
-      cudaGraphExec_t exec;
-      check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
-      for (int i = 0; i < kCalls; ++i) {
-        MlaDecodeParams p = params_;
-        p.cache = cache_.data() + copy_bytes_ * ((first + i) % copies_);
-        check_cuda(mla_decode_sm90(p, g, workspace.data(), stream), "run");
-      }
-      check_cuda(cudaStreamEndCapture(stream, &graph), "end capture");
-      check_cuda(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
-      check_cuda(cudaGraphDestroy(graph), "destroy");
-      graphs.push_back(exec);
-    }
-    cudaEvent_t begin, end;
-    check_cuda(cudaEventCreate(&begin), "event");
-    check_cuda(cudaEventCreate(&end), "event");
-    std::vector<float> times;
-    const auto start = std::chrono::steady_clock::now();
-    for (int i = 0;; ++i) {
-      check_cuda(cudaEventRecord(begin, stream), "record");
-      check_cuda(cudaGraphLaunch(graphs[i % graphs.size()], stream), "launch");
-      check_cuda(cudaEventRecord(end, stream), "record");
-      check_cuda(cudaEventSynchronize(end), "replay");
-      float ms = 0;
-      check_cuda(cudaEventElapsedTime(&ms, begin, end), "elapsed");
-      if (i >= 4) times.push_back(ms);  // The first replays warm up.
-      const std::chrono::duration<double> gone = std::chrono::steady_clock::now() - start;
-      if (times.size() >= 9 && gone.count() > seconds) break;
-    }
-    for (cudaGraphExec_t exec : graphs) cudaGraphExecDestroy(exec);
-    cudaEventDestroy(begin);
-    cudaEventDestroy(end);
-    cudaStreamDestroy(stream);
-    std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
+    const double us = time_per_call(copies_, seconds, [&](int copy, cudaStream_t stream) {
+      MlaDecodeParams p = params_;
+      p.cache = cache_.data() + copy_bytes_ * copy;
+      check_cuda(mla_decode_sm90(p, g, workspace.data(), stream), "run");
+    });
     Timing t{name, shape_, g};
-    t.us = times[times.size() / 2] * 1000.0 / kCalls;
+    t.us = us;
     const double keys = 1.0 * shape_.batch * shape_.kv;
     t.tb_s = keys * static_cast<double>(row_bytes(shape_.format)) / t.us * 1e-6;
     t.tflops = 2 * keys * shape_.query_len * shape_.heads * (kRow + kLatent) / t.us * 1e-6;
@@ -368,7 +314,6 @@ class TimedCase {
   }
 
  private:
-  static constexpr int kCalls = 20;
   TimedShape shape_;
   int copies_ = 1;
   std::size_t copy_bytes_ = 0;

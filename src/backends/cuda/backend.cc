@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include "backends/cuda/plain/kernels.h"
+#include "backends/cuda/sm90/attention_prefill/op.h"
 #include "backends/cuda/sm90/mla_decode/op.h"
 
 namespace fovea {
@@ -18,15 +19,17 @@ constexpr Plain<RopeParams> kRope{{"plain", nullptr, nullptr, plain::rope}};
 constexpr Plain<KvAppendParams> kKvAppend{{"plain", nullptr, nullptr, plain::kv_append}};
 constexpr Plain<GqaAppendParams> kGqaAppend{{"plain", nullptr, nullptr, plain::gqa_append}};
 constexpr Plain<KvGatherParams> kKvGather{{"plain", nullptr, nullptr, plain::kv_gather}};
-constexpr Plain<AttentionPrefillParams> kAttentionPrefill{
-    {"plain", plain::attention_prefill_declines, plain::attention_prefill_scratch,
-     plain::attention_prefill}};
 constexpr Plain<AttentionDecodeParams> kAttentionDecode{
     {"plain", plain::attention_decode_declines, plain::attention_decode_scratch,
      plain::attention_decode}};
 constexpr Plain<QuantizeQueryParams> kQuantizeQuery{
     {"plain", nullptr, nullptr, plain::quantize_query}};
-/// The kernels of one chip come first.
+// The kernels of one chip come first.
+constexpr Implementation<AttentionPrefillParams> kAttentionPrefill[] = {
+    {"sm90", sm90::attention_prefill_declines, sm90::attention_prefill_scratch,
+     sm90::attention_prefill},
+    {"plain", plain::attention_prefill_declines, plain::attention_prefill_scratch,
+     plain::attention_prefill}};
 constexpr Implementation<MlaDecodeParams> kMlaDecode[] = {
     {"sm90", sm90::mla_decode_declines, sm90::mla_decode_scratch, sm90::mla_decode},
     {"plain", plain::mla_decode_declines, plain::mla_decode_scratch, plain::mla_decode}};
@@ -52,7 +55,7 @@ constexpr Backend kBackend{
     .kv_append = kKvAppend,
     .gqa_append = kGqaAppend,
     .kv_gather = kKvGather,
-    .attention_prefill = kAttentionPrefill,
+    .attention_prefill = std::span(kAttentionPrefill).subspan(has_sm90 ? 0 : 1),
     .attention_decode = kAttentionDecode,
     .quantize_query = kQuantizeQuery,
     .mla_decode = std::span(kMlaDecode).subspan(has_sm90 ? 0 : 1),

@@ -2,11 +2,10 @@
 #pragma once
 
 #include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <cstdint>
 
+#include "backends/cuda/sm90/arithmetic.cuh"
 #include "backends/cuda/sm90/mla_decode/params.h"
 #include "backends/cuda/sm90/mla_decode/schedule.cuh"
 #include "backends/cuda/sm90/ptx/barrier.cuh"
@@ -26,7 +25,6 @@ constexpr int kThreads = 512;     ///< Two output warpgroups, one for scores, on
 constexpr int kMaxSplits = 16;    ///< Blocks of the largest cluster.
 constexpr int kScoreBarrier = 1;  ///< Named barriers; 0 is the whole block's.
 constexpr int kOutputBarrier = 2;
-constexpr float kLog2e = 1.4426950408889634f;
 /// The reference maximum lags behind the true one by at most this (log2): probabilities reach 256,
 /// exact enough in both 16-bit types, and the outputs are rescaled a few times per sequence only.
 constexpr float kMaxLag = 8.f;
@@ -199,24 +197,6 @@ struct RingPosition {
   }
 };
 
-/// 2^x, 2 units off at most; -inf gives 0, NaN stays.
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-template <typename T>
-__device__ __forceinline__ std::uint32_t pack(float low, float high) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    const __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<const std::uint32_t&>(v);
-  } else {
-    const __half2 v = __floats2half2_rn(low, high);
-    return reinterpret_cast<const std::uint32_t&>(v);
-  }
-}
-
 __device__ __forceinline__ std::int64_t out_offset(const MlaDecodeParams& op, const Job& job,
                                                    std::int32_t row) {
   const std::uint32_t r = job.first_row + row;
@@ -248,7 +228,6 @@ __device__ __forceinline__ void store_lse(const MlaDecodeParams& op, const Job& 
   const std::uint32_t r = job.first_row + row;
   const std::uint32_t token = r / static_cast<std::uint32_t>(op.num_heads);
   const std::uint32_t head = r - token * op.num_heads;
-  constexpr float kLn2 = 0.6931471805599453f;
   op.lse[head * op.lse_head_stride +
          (job.query_begin + static_cast<std::int64_t>(token)) * op.lse_token_stride] =
       sum == 0.f ? -INFINITY : (max + log2f(sum)) * kLn2;

@@ -1,5 +1,3 @@
-#include <cudaTypedefs.h>
-
 #include <algorithm>
 #include <atomic>
 #include <bit>
@@ -9,6 +7,7 @@
 #include "backends/cuda/sm90/mla_decode/mla_decode.h"
 #include "backends/cuda/sm90/mla_decode/plan.cuh"
 #include "backends/cuda/sm90/mla_decode/quantized.h"
+#include "backends/cuda/sm90/tensor_map.h"
 
 namespace fovea::cuda {
 namespace {
@@ -127,19 +126,6 @@ cudaError_t clusters_at_once(const Function& function, const Launch& launch, int
       cudaOccupancyMaxActiveClusters(clusters, function.address, &launch.config);
   if (entry && status == cudaSuccess) *entry = *clusters + 1;
   return status;
-}
-
-PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
-  static const auto encoder = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                                12000, cudaEnableDefault, &result);
-    return status == cudaSuccess && result == cudaDriverEntryPointSuccess
-               ? reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function)
-               : nullptr;
-  }();
-  return encoder;
 }
 
 /// Keys that one copy brings: they must lie in one block, and boxes must not straddle tiles.

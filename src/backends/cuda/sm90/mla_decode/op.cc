@@ -11,12 +11,6 @@ namespace {
 
 using Operands = cuda::MlaDecodeParams;
 
-ElementType element_type(DType dtype) {
-  return dtype == DType::f16    ? ElementType::f16
-         : dtype == DType::bf16 ? ElementType::bf16
-                                : ElementType::f32;
-}
-
 /// What the kernel has no code for. The rest is mla_decode_sm90_declines's.
 const char* why_not(const fovea::MlaDecodeParams& p) {
   if (p.q_latent.dtype == DType::f8e4m3fn) return "FP8 queries are not taken";
@@ -110,7 +104,8 @@ struct Scratch {
   }
 };
 
-Scratch scratch_of(const OpContext& ctx, const fovea::MlaDecodeParams& p, const Operands& operands) {
+Scratch scratch_of(const OpContext& ctx, const fovea::MlaDecodeParams& p,
+                   const Operands& operands) {
   const CurrentDevice current(ctx.memory.device);
   Scratch scratch;
   check(mla_decode_sm90_geometry(operands, &scratch.geometry), "geometry of mla_decode");

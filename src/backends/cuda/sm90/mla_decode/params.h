@@ -7,9 +7,9 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace fovea::cuda {
+#include "backends/cuda/sm90/element_type.h"
 
-enum class ElementType : std::int32_t { f32, f16, bf16 };
+namespace fovea::cuda {
 
 /// How a cache row [latent | rope] is stored. Scales multiply the stored codes.
 enum class CacheFormat : std::int32_t {

@@ -46,6 +46,28 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+/// Counts `threads` threads' worth of arrivals at hardware barrier `id` together with those that
+/// wait there; does not wait itself.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/// As named_barrier; whether `value` holds in any of the threads.
+__device__ __forceinline__ bool named_barrier_any(int id, int threads, bool value) {
+  std::uint32_t any;
+  asm volatile(
+      "{\n"
+      ".reg .pred p, q;\n"
+      "setp.ne.u32 p, %1, 0;\n"
+      "barrier.red.or.pred q, %2, %3, p;\n"
+      "selp.u32 %0, 1, 0, q;\n"
+      "}\n"
+      : "=r"(any)
+      : "r"(value ? 1u : 0u), "r"(id), "r"(threads)
+      : "memory");
+  return any != 0;
+}
+
 /// Orders this thread's ordinary shared-memory accesses before later ones of the tensor cores and
 /// the copy engine (through a barrier, also before other threads').
 __device__ __forceinline__ void fence_async_proxy() {

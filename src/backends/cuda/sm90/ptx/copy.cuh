@@ -35,6 +35,17 @@ __device__ __forceinline__ void load_box(std::uint32_t destination, const CUtens
       : "memory");
 }
 
+/// As load_box, of a map with four dimensions.
+__device__ __forceinline__ void load_box(std::uint32_t destination, const CUtensorMap* map, int x,
+                                         int y, int z, int w, std::uint32_t barrier,
+                                         std::uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(destination),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 /// Copies `bytes` contiguous bytes to shared memory; both ends and the count are multiples of 16.
 __device__ __forceinline__ void load_bytes(std::uint32_t destination, const void* source,
                                            std::uint32_t bytes, std::uint32_t barrier,

@@ -1,0 +1,288 @@
+// The computing warpgroups: S = Q K^T, softmax, O += P V, 64 query rows each.
+#pragma once
+
+#include "backends/cuda/sm90/attention_prefill/block.cuh"
+#include "backends/cuda/sm90/attention_prefill/clean_values.cuh"
+#include "backends/cuda/sm90/attention_prefill/softmax.cuh"
+#include "backends/cuda/sm90/ptx/wgmma_rows.cuh"
+
+namespace fovea::cuda::prefill {
+
+template <typename W>
+using ScoreFragment = float[W::kKeys / 2];
+/// Weights of 16 keys each, as the A operand of a product.
+template <typename W>
+using WeightFragment = std::uint32_t[W::kKeys / 16][4];
+
+/// Issues S = Q K^T of a key tile.
+template <typename W>
+__device__ __forceinline__ void issue_scores(ScoreFragment<W>& score, std::uint32_t q,
+                                             std::uint32_t k) {
+  const std::uint64_t q_operand = ptx::swizzled_operand(q);
+  const std::uint64_t k_operand = ptx::swizzled_operand(k);
+  constexpr int kQueryChunk = kQueryTile * 128 >> 4, kKeyChunk = W::kKeys * 128 >> 4;
+#pragma unroll
+  for (int chunk = 0; chunk < W::kQkChunks; ++chunk) {
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      ptx::wgmma_scores<typename W::T, W::kKeys>(score, q_operand + chunk * kQueryChunk + step * 2,
+                                                 k_operand + chunk * kKeyChunk + step * 2,
+                                                 chunk + step > 0);
+    }
+  }
+  ptx::wgmma_commit();
+}
+
+/// Issues O += P V of a value tile.
+template <typename W>
+__device__ __forceinline__ void issue_outputs(OutputFragment<W>& out,
+                                              const WeightFragment<W>& weight, std::uint32_t v) {
+  constexpr std::uint32_t kChunkBytes = W::kKeys * 128;
+#pragma unroll
+  for (int step = 0; step < W::kKeys / 16; ++step) {
+#pragma unroll
+    for (int part = 0; part < W::kParts; ++part) {
+      const std::uint32_t at = v + part * (W::kColumns / 64) * kChunkBytes;
+      ptx::wgmma_outputs<typename W::T, W::kColumns>(
+          out[part], weight[step], ptx::swizzled_columns(at, kChunkBytes) + step * (16 * 128 >> 4));
+    }
+  }
+  ptx::wgmma_commit();
+}
+
+template <typename W>
+__device__ __forceinline__ void pin_outputs(OutputFragment<W>& out) {
+#pragma unroll
+  for (int part = 0; part < W::kParts; ++part) ptx::pin(out[part]);
+}
+
+template <typename W>
+__device__ __forceinline__ void pack_weights(WeightFragment<W>& weight,
+                                             const ScoreFragment<W>& score) {
+#pragma unroll
+  for (int i = 0; i < W::kKeys / 4; ++i) {
+    weight[i / 4][i % 4] = pack<typename W::T>(score[2 * i], score[2 * i + 1]);
+  }
+}
+
+/// A computing warpgroup at work on one item.
+template <typename W>
+struct Attention {
+  const PrefillParams& op;
+  SharedMemory<W>& s;
+  const QueryTile tile;
+  const std::int32_t head;
+  const int lane = threadIdx.x % 32;
+  const int group = threadIdx.x / 128;  ///< Of the two.
+  const std::int32_t first_row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
+  RowKeys rows;       ///< Keys that the thread's rows see.
+  Keys any;           ///< Some row of the tile sees them.
+  Keys common;        ///< Every row of the tile sees them,
+  Keys group_common;  ///< and every row of the warpgroup.
+  const KeyWalk<W::kKeys> walk;
+  Softmax softmax;
+
+  __device__ Attention(const PrefillParams& op, SharedMemory<W>& s, const QueryTile& tile,
+                       std::int32_t head)
+      : op(op),
+        s(s),
+        tile(tile),
+        head(head),
+        any(visible_to_any(op.variant, {0, tile.num_rows}, extent_of(tile))),
+        common(visible_to_all(op.variant, {0, tile.num_rows}, extent_of(tile))),
+        group_common(visible_to_all(op.variant, rows_of_group(tile), extent_of(tile))),
+        walk(any, tile.num_paged) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      // Rows that do not exist see what the last one does.
+      const std::int32_t row = min(first_row + 8 * r, tile.num_rows - 1);
+      const Keys seen(visible_keys(op.variant, row, extent_of(tile)));
+      rows.begin[r] = seen.begin;
+      rows.end[r] = seen.end;
+    }
+  }
+
+  __device__ QueryInterval rows_of_group(const QueryTile& t) const {
+    const std::int32_t last = t.num_rows - 1;
+    return {min(threadIdx.x / 128 * 64, last), min(threadIdx.x / 128 * 64 + 63, last) + 1};
+  }
+
+  /// The thread's rows' keys, counted from the first of key tile `i`.
+  __device__ __forceinline__ RowKeys rows_in(std::int32_t i) const {
+    const std::int32_t first = walk.first_key(i), limit = walk.limit(i);
+    RowKeys keys;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      keys.begin[r] = rows.begin[r] - first;
+      keys.end[r] = min(rows.end[r], limit) - first;
+    }
+    return keys;
+  }
+
+  /// Weights of key tile `i` from its scores.
+  __device__ __forceinline__ float2 weigh(ScoreFragment<W>& score, std::int32_t i) {
+    float scale = op.sm_scale * kLog2e;
+    if (op.variant.soft_cap > 0.f) {
+      cap_scores<W::kKeys>(score, op.sm_scale, op.variant.soft_cap);
+      scale = 1.f;
+    }
+    if (!is_full(group_common, i)) mask<W::kKeys>(score, rows_in(i));
+    return softmax.weigh<W::kKeys>(score, scale);
+  }
+
+  /// Whether key tile `i` lies in `keys`.
+  __device__ __forceinline__ bool is_full(const Keys& keys, std::int32_t i) const {
+    const std::int32_t first = walk.first_key(i);
+    return keys.contains({first, first + W::kKeys}) && first + W::kKeys <= walk.limit(i);
+  }
+
+  /// Values of key tile `i`, of which no product may be under way, made fit for one.
+  __device__ __forceinline__ void clean(OutputFragment<W>& out, std::int32_t i,
+                                        std::uint32_t count) {
+    if (is_full(common, i)) return;
+    const int stage = wait_for_values(count);
+    const std::int32_t first = walk.first_key(i);
+    clean_values<W>(s.v[stage], any.begin - first, min(any.end, walk.limit(i)) - first, rows_in(i),
+                    out);
+  }
+
+  /// Returns the stage of the value tile that `count` came before.
+  __device__ __forceinline__ int wait_for_values(std::uint32_t count) {
+    const int stage = stage_of(count);
+    ptx::mbarrier_wait(ptx::shared_address(&s.v_full[stage]), parity_of(count));
+    return stage;
+  }
+
+  __device__ __forceinline__ void release(std::uint64_t& empty) const {
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&empty));
+  }
+
+  /// Runs the item's key tiles, of which there is one at least; `count` of all items' came before.
+  /// While the softmax of one tile runs, the tensor cores have the outputs of the tile before it,
+  /// and then the other warpgroup's products.
+  __device__ __forceinline__ void run(OutputFragment<W>& out, std::uint32_t count) {
+    const std::uint32_t q = ptx::shared_address(s.q[0]) + group * (64 * 128);
+    const std::int32_t tiles = walk.count();
+    ScoreFragment<W> score;
+    WeightFragment<W> weight;
+    const int stage = stage_of(count);
+    ptx::mbarrier_wait(ptx::shared_address(&s.k_full[stage]), parity_of(count));
+    ptx::wgmma_fence();
+    issue_scores<W>(score, q, ptx::shared_address(s.k[stage][0]));
+    ptx::wgmma_wait<0>();
+    ptx::pin(score);
+    release(s.k_empty[stage]);
+    if (tiles == 1) release(s.q_empty);
+    weigh(score, 0);
+    clean(out, 0, count);
+    pack_weights<W>(weight, score);
+#pragma unroll 1
+    for (std::int32_t i = 1; i < tiles; ++i) {
+      const int stage = stage_of(++count);
+      ptx::mbarrier_wait(ptx::shared_address(&s.k_full[stage]), parity_of(count));
+      const int before = wait_for_values(count - 1);
+      ptx::named_barrier(kTurnBarrier + group, kComputeThreads);
+      ptx::wgmma_fence();
+      issue_scores<W>(score, q, ptx::shared_address(s.k[stage][0]));
+      issue_outputs<W>(out, weight, ptx::shared_address(s.v[before][0]));
+      ptx::named_barrier_arrive(kTurnBarrier + 1 - group, kComputeThreads);
+      ptx::wgmma_wait<1>();
+      ptx::pin(score);
+      release(s.k_empty[stage]);
+      if (i == tiles - 1) release(s.q_empty);
+      const float2 factor = weigh(score, i);
+      ptx::wgmma_wait<0>();
+      pin_outputs<W>(out);
+      release(s.v_empty[before]);
+      scale_outputs(out, factor);
+      clean(out, i, count);
+      pack_weights<W>(weight, score);
+    }
+    const int last = wait_for_values(count);
+    ptx::wgmma_fence();
+    issue_outputs<W>(out, weight, ptx::shared_address(s.v[last][0]));
+    ptx::wgmma_wait<0>();
+    pin_outputs<W>(out);
+    release(s.v_empty[last]);
+  }
+
+  __device__ __forceinline__ void scale_outputs(OutputFragment<W>& out, float2 factor) const {
+    if (!__any_sync(~0u, factor.x != 1.f || factor.y != 1.f)) return;
+#pragma unroll
+    for (int part = 0; part < W::kParts; ++part) {
+#pragma unroll
+      for (int i = 0; i < W::kColumns / 2; ++i) {
+        out[part][i] *= i / 2 % 2 == 0 ? factor.x : factor.y;
+      }
+    }
+  }
+
+  /// Writes the thread's rows; where nothing is visible zeros and -inf. The head's sink joins the
+  /// denominator here and only here.
+  __device__ __forceinline__ void store(const OutputFragment<W>& out) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float sum = sum_of_quad(softmax.sum[r]);
+      if (first_row + 8 * r >= tile.num_rows) continue;
+      const std::int64_t row = std::int64_t{tile.query_row} + first_row + 8 * r;
+      const bool empty = sum == 0.f;
+      float denominator = sum;
+      if (op.sinks != nullptr) {
+        denominator += exp2_approx(__ldg(op.sinks + head) * kLog2e - softmax.max[r]);
+      }
+      store_row(out, r, row * op.out_row_stride + head * op.out_head_stride,
+                empty ? 0.f : 1.f / denominator);
+      if (op.lse != nullptr && lane % 4 == 0) {
+        op.lse[head * op.lse_head_stride + row * op.lse_row_stride] =
+            empty ? -INFINITY : (softmax.max[r] + log2f(sum)) * kLn2;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store_row(const OutputFragment<W>& out, int r, std::int64_t at,
+                                            float factor) const {
+#pragma unroll
+    for (int part = 0; part < W::kParts; ++part) {
+#pragma unroll
+      for (int j = 0; j < W::kColumns / 8; ++j) {
+        const int channel = part * W::kColumns + 8 * j;
+        if (channel >= op.v_dim) continue;
+        const float a = out[part][4 * j + 2 * r] * factor;
+        const float b = out[part][4 * j + 2 * r + 1] * factor;
+        const std::int64_t to = at + channel + lane % 4 * 2;
+        if (op.out_type == ElementType::f32) {
+          *reinterpret_cast<float2*>(static_cast<float*>(op.out) + to) = float2{a, b};
+        } else {
+          *reinterpret_cast<std::uint32_t*>(static_cast<std::uint16_t*>(op.out) + to) =
+              pack<typename W::T>(a, b);
+        }
+      }
+    }
+  }
+};
+
+/// Run by both computing warpgroups.
+template <typename W>
+__device__ void attend_items(const PrefillParams& op, SharedMemory<W>& s) {
+  // The first warpgroup's turn comes first.
+  if (threadIdx.x < 128) ptx::named_barrier_arrive(kTurnBarrier, kComputeThreads);
+  std::uint32_t count = 0;
+  for (std::uint32_t turn = 0;; ++turn) {
+    ptx::mbarrier_wait(ptx::shared_address(&s.q_full), turn & 1);
+    const std::int32_t number = *static_cast<volatile std::int32_t*>(&s.item);
+    if (number < 0) break;
+    const Item item(op, number);
+    Attention<W> attention(op, s, load_query_tile(op, item.tile), item.head);
+    OutputFragment<W> out = {};
+    if (attention.walk.count() > 0) {
+      attention.run(out, count);
+      count += attention.walk.count();
+    } else {
+      __syncwarp();
+      attention.release(s.q_empty);
+    }
+    attention.store(out);
+  }
+}
+
+}  // namespace fovea::cuda::prefill
