@@ -27,7 +27,6 @@ struct Block {
         mask(kBlockRows),
         scores(kBlockRows * kTileTokens) {
     tile.q = q.data();
-    tile.q_stride = 0;
     tile.k = k.data();
     tile.v = v.data();
     tile.out = out.data();

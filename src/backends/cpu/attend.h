@@ -1,6 +1,7 @@
 // Attention of query rows that share keys: what rows keep between tiles, tiles, and visibility.
 //
-// A state is one of two: FloatState takes keys and values as f32, PairState as bf16.
+// A state is one of three: FloatState takes keys and values as f32, PairState as bf16, InPlaceState
+// where they lie.
 #pragma once
 
 #include <algorithm>
@@ -26,13 +27,11 @@ struct AttendShape {
   std::int64_t qk_channels = 0;
   std::int64_t v_channels = 0;
   std::int64_t max_rows = 0;    ///< At most kMaxRows.
+  std::int64_t max_heads = 1;   ///< Key heads that these are of.
   bool values_in_keys = false;  ///< A value is the first v_channels of its key.
   float score_factor = 0.f;     ///< sm_scale * log2(e)
   float soft_cap = 0.f;         ///< Of the natural scores; 0: none.
-  /// Rows of a query token: few leave the lanes of row vectors empty. It is the layer's, so that a
-  /// row's bits do not depend on how many query tokens it is worked on with.
-  std::int64_t rows_per_query = kMaxLanes;
-  ChannelGroups k_groups;       ///< Of stored keys; PairState alone needs them and the next.
+  ChannelGroups k_groups;  ///< Of stored keys; FloatState alone does without these and the next.
   ChannelGroups v_groups;
 };
 
@@ -47,19 +46,22 @@ struct QueryRows {
 };
 
 /// Rows of several key heads in one state: those of head h are rows h * stride to h * stride +
-/// count of it. Heads start at whole vectors.
+/// count of it.
 struct HeadRows {
   std::int64_t num_heads = 1;
   std::int64_t count = 0;
   std::int64_t stride = 0;
+  /// Heads start at whole vectors.
   static std::int64_t stride_of(std::int64_t count) {
     return (count + kMaxLanes - 1) / kMaxLanes * kMaxLanes;
   }
 };
 
-/// Whether lanes are better channels than rows: more than half of them would be empty.
-inline bool has_few_rows(const Kernels& kernels, const AttendShape& shape) {
-  return 2 * shape.rows_per_query <= kernels.lanes;
+/// Whether lanes are better channels than rows: at least half of them would be empty. `group`, the
+/// query heads that share keys, is the layer's, so that a row's bits do not depend on how many
+/// query tokens it is worked on with.
+inline bool has_few_rows(const Kernels& kernels, std::int64_t group) {
+  return 2 * group <= kernels.lanes;
 }
 
 /// Hands out pieces of memory, aligned to Workspace::kAlignment, or only counts them.
@@ -117,10 +119,11 @@ void fill_masks(const AttentionVariant& variant, const QueryRows& queries, std::
                 std::int64_t count, const KeyInterval& keys, std::int64_t capacity,
                 std::uint64_t* masks);
 
-/// The rows of one head, from row `first` of the state on, against a tile that they see.
-template <class State>
-void attend_tile(State& state, std::int64_t first, const QueryRows& queries,
-                 const AttentionVariant& variant, const KeyInterval& tile) {
+/// Calls attend(row, count, masks) for blocks of `queries` that see something of a tile: masks
+/// [count][tile_tokens / 64] where a row does not see all of it, else nullptr.
+template <std::int64_t tile_tokens, class Attend>
+void for_each_block(const QueryRows& queries, const AttentionVariant& variant,
+                    const KeyInterval& tile, const Attend& attend) {
   for (std::int64_t row = 0; row < queries.count; row += kBlockRows) {
     const std::int64_t count = std::min(kBlockRows, queries.count - row);
     const QueryInterval block{queries.query_of(row), queries.query_of(row + count - 1) + 1};
@@ -128,15 +131,31 @@ void attend_tile(State& state, std::int64_t first, const QueryRows& queries,
       case TileVisibility::skipped:
         break;
       case TileVisibility::full:
-        state.attend(first + row, count, tile.size(), nullptr);
+        attend(row, count, nullptr);
         break;
       case TileVisibility::border: {
-        std::uint64_t masks[kBlockRows * (State::kTokens / 64)];
-        fill_masks(variant, queries, row, count, tile, State::kTokens, masks);
-        state.attend(first + row, count, tile.size(), masks);
+        std::uint64_t masks[kBlockRows * (tile_tokens / 64)];
+        fill_masks(variant, queries, row, count, tile, tile_tokens, masks);
+        attend(row, count, masks);
         break;
       }
     }
+  }
+}
+
+/// Calls fn(tile, next tile, perhaps empty) for tiles of what `queries` see of `keys`. They end at
+/// multiples of `tile_tokens`, wherever what is visible begins, so that a row's bits do not depend
+/// on the rows beside it.
+template <class F>
+void for_each_tile(std::int64_t tile_tokens, const QueryRows& queries,
+                   const AttentionVariant& variant, const KeyInterval& keys, const F& fn) {
+  const QueryInterval all{queries.query_of(0), queries.query_of(queries.count - 1) + 1};
+  const KeyInterval visible = intersect(keys, visible_to_any(variant, all, queries.extent));
+  for (std::int64_t begin = visible.begin; begin < visible.end;) {
+    const std::int64_t grid_end = (begin / tile_tokens + 1) * tile_tokens;
+    const KeyInterval tile{begin, std::min(grid_end, visible.end)};
+    fn(tile, KeyInterval{tile.end, std::min(tile.end + tile_tokens, visible.end)});
+    begin = tile.end;
   }
 }
 
@@ -144,27 +163,25 @@ void attend_tile(State& state, std::int64_t first, const QueryRows& queries,
 /// reader_of(head).load(state, tile, next) gives the state keys and values i in [0, tile.size()),
 /// at most State::kTokens, and asks for the memory of tile `next`, perhaps empty; it is never asked
 /// for a key that no row sees. All heads take a tile before the next one: their rows lie next to
-/// each other in memory. Tiles end at multiples of State::kTokens, wherever what is visible begins,
-/// so that a row's bits do not depend on the rows beside it.
+/// each other in memory.
 template <class State, class ReaderOf>
 void attend_keys(State& state, const HeadRows& heads, const QueryRows& queries,
                  const AttentionVariant& variant, const KeyInterval& keys,
                  const ReaderOf& reader_of) {
-  const QueryInterval all{queries.query_of(0), queries.query_of(queries.count - 1) + 1};
-  const KeyInterval visible = intersect(keys, visible_to_any(variant, all, queries.extent));
-  for (std::int64_t begin = visible.begin; begin < visible.end;) {
-    const std::int64_t grid_end = (begin / State::kTokens + 1) * State::kTokens;
-    const KeyInterval tile{begin, std::min(grid_end, visible.end)};
-    const KeyInterval next{tile.end, std::min(tile.end + State::kTokens, visible.end)};
+  for_each_tile(State::kTokens, queries, variant, keys, [&](const auto& tile, const auto& next) {
     // Keys go in groups of kTogether, from one on that no row sees if need be.
-    const std::int64_t holes = begin % State::kTogether;
+    const std::int64_t holes = tile.begin % State::kTogether;
+    const KeyInterval whole{tile.begin - holes, tile.end};
     for (std::int64_t head = 0; head < heads.num_heads; ++head) {
       state.begin_tile(holes);
       reader_of(head).load(state, tile, next);
-      attend_tile(state, head * heads.stride, queries, variant, {begin - holes, tile.end});
+      for_each_block<State::kTokens>(
+          queries, variant, whole,
+          [&](std::int64_t row, std::int64_t count, const std::uint64_t* masks) {
+            state.attend(head * heads.stride + row, count, whole.size(), masks);
+          });
     }
-    begin = tile.end;
-  }
+  });
 }
 
 }  // namespace fovea::cpu

@@ -35,8 +35,7 @@ DecodeCall call_of(const AttentionDecodeParams& params) {
                               .v_channels = v_channels,
                               .score_factor = params.sm_scale * std::numbers::log2e_v<float>,
                               .k_groups = StoredPairs::groups(kv.k_cache->format(), qk_channels),
-                              .v_groups = StoredPairs::groups(kv.v_cache->format(), v_channels)}}
-      .finished();
+                              .v_groups = StoredPairs::groups(kv.v_cache->format(), v_channels)}};
 }
 
 bool takes_pairs(const Kernels& kernels, const AttentionDecodeParams& params) {
@@ -48,14 +47,15 @@ bool takes_pairs(const Kernels& kernels, const AttentionDecodeParams& params) {
 
 std::int64_t attention_decode_bytes(const Kernels& kernels, const OpContext&,
                                     const AttentionDecodeParams& params) {
-  const DecodeCall call = call_of(params);
-  return split_decode_bytes(call, state_bytes(kernels, call.shape, params.q.dtype));
+  return split_decode_bytes(kernels, call_of(params), params.q.dtype);
 }
 
 void attention_decode(const Kernels& kernels, const OpContext& ctx,
                       const AttentionDecodeParams& params) {
-  run_split_decode(kernels, ctx, call_of(params), params.q.dtype, takes_pairs(kernels, params),
-                   GqaSource(kernels, params));
+  const DecodeCall call = call_of(params);
+  const StateKind kind = state_kind(kernels, call, takes_pairs(kernels, params),
+                                    PagedKvRows::takes_in_place(params.kv));
+  run_split_decode(kernels, ctx, call, params.q.dtype, kind, GqaSource(kernels, params));
 }
 
 }  // namespace fovea::cpu

@@ -44,6 +44,15 @@ bool takes_pairs(const Kernels& kernels, const AttentionPrefillParams& params) {
          PagedKvRows::takes_pairs(kernels, params.paged, qk_channels, params.out.shape[2]);
 }
 
+/// Of a thread. The cache's format decides between states, and scratch is sized before that is
+/// known.
+std::int64_t state_bytes(const Kernels& kernels, const AttendShape& shape,
+                         const AttentionPrefillParams& params) {
+  const std::int64_t bytes = FloatState::bytes(kernels, shape);
+  if (!kernels.pairs || params.q.dtype != DType::bf16) return bytes;
+  return std::max(bytes, PairState::bytes(kernels, shape));
+}
+
 /// A task is a query tile of one head.
 std::int64_t num_tasks(const AttentionPrefillParams& params) {
   return static_cast<std::int64_t>(params.schedule->tiles.size()) * params.q.shape[1];
@@ -194,7 +203,7 @@ template <class State>
 void run_tasks(const Kernels& kernels, const OpContext& ctx, const AttentionPrefillParams& params) {
   const AttendShape shape = shape_of(params);
   const std::int64_t states = num_states(ctx, params);
-  const std::int64_t bytes = state_bytes(kernels, shape, params.q.dtype);
+  const std::int64_t bytes = state_bytes(kernels, shape, params);
   WorkspaceScope scope(*ctx.workspace);
   std::byte* memory = scope.take_bytes(states * bytes);
   const Prefill prefill(kernels, params, shape);
@@ -215,7 +224,7 @@ void run_tasks(const Kernels& kernels, const OpContext& ctx, const AttentionPref
 std::int64_t attention_prefill_bytes(const Kernels& kernels, const OpContext& ctx,
                                      const AttentionPrefillParams& params) {
   return Workspace::rounded(num_states(ctx, params) *
-                            state_bytes(kernels, shape_of(params), params.q.dtype));
+                            state_bytes(kernels, shape_of(params), params));
 }
 
 void attention_prefill(const Kernels& kernels, const OpContext& ctx,

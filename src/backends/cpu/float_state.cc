@@ -4,11 +4,9 @@ namespace fovea::cpu {
 
 FloatState::FloatState(const Kernels& kernels, const AttendShape& shape, Carver&& carver)
     : RowState(kernels, shape, kTokens, carver),
-      q_stride_(has_few_rows(kernels, shape) ? padded_stride(shape.qk_channels, sizeof(float)) : 0),
       k_stride_(padded_stride(shape.qk_channels, sizeof(float))),
       v_stride_(shape.values_in_keys ? k_stride_ : padded_stride(shape.v_channels, sizeof(float))) {
-  const std::int64_t q_row = q_stride_ > 0 ? q_stride_ : shape.qk_channels;
-  q_ = carver.take<float>(HeadRows::stride_of(shape.max_rows) * q_row);
+  q_ = carver.take<float>(HeadRows::stride_of(shape.max_rows) * shape.qk_channels);
   k_ = carver.take<float>(kTokens * k_stride_);
   v_ = shape.values_in_keys ? k_ : carver.take<float>(kTokens * v_stride_);
   used_ = carver.used();
@@ -23,7 +21,7 @@ std::int64_t FloatState::bytes(const Kernels& kernels, const AttendShape& shape)
 
 void FloatState::begin(const HeadRows& heads) {
   begin_rows(heads);
-  if (q_stride_ > 0 || heads.count % kernels_.lanes == 0) return;
+  if (heads.count % kernels_.lanes == 0) return;
   // Lanes beyond the last row score 0 everywhere.
   const std::int64_t vector = kernels_.lanes * shape_.qk_channels;
   for (std::int64_t head = 0; head < heads.num_heads; ++head) {
@@ -34,12 +32,6 @@ void FloatState::begin(const HeadRows& heads) {
 
 void FloatState::set_query(std::int64_t row) {
   const std::int64_t lanes = kernels_.lanes, channels = shape_.qk_channels;
-  if (q_stride_ > 0) {
-    float* q = q_ + row * q_stride_;
-    for (std::int64_t c = 0; c < channels; ++c) q[c] = query_[c] * shape_.score_factor;
-    for (std::int64_t c = channels; c % lanes != 0; ++c) q[c] = 0.f;
-    return;
-  }
   float* q = q_ + row / lanes * (channels * lanes) + row % lanes;
   for (std::int64_t c = 0; c < channels; ++c) q[c * lanes] = query_[c] * shape_.score_factor;
 }
@@ -49,8 +41,7 @@ void FloatState::attend(std::int64_t row, std::int64_t count, std::int64_t token
   AttendTile tile;
   fill(tile, row, count, tokens);
   tile.row_mask = masks;
-  tile.q = q_ + row * (q_stride_ > 0 ? q_stride_ : shape_.qk_channels);
-  tile.q_stride = q_stride_;
+  tile.q = q_ + row * shape_.qk_channels;
   tile.k = k_;
   tile.v = v_;
   tile.out = out_row(row);

@@ -35,7 +35,6 @@ class FloatState : public RowState {
  private:
   FloatState(const Kernels& kernels, const AttendShape& shape, Carver&& carver);
 
-  std::int64_t q_stride_;  ///< Of few rows, else 0.
   std::int64_t k_stride_;
   std::int64_t v_stride_;
   float* q_;  ///< As AttendTile::q.

@@ -47,13 +47,10 @@ struct ScoreBlock {
 
 /// The block's rows against keys and values in f32.
 struct AttendTile : ScoreBlock {
-  /// Times sm_scale * log2(e): [row vectors][qk_channels][lanes]; few rows [rows][q_stride], zeros
-  /// up to whole vectors, as in k.
-  const float* q;
+  const float* q;  ///< Times sm_scale * log2(e): [row vectors][qk_channels][lanes]
   const float* k;  ///< [tokens][k_stride]
   const float* v;  ///< [tokens][v_stride], whole vectors readable.
   float* out;      ///< [rows][out_stride], whole vectors writable: sum of weights times values.
-  std::int64_t q_stride;  ///< 0: lanes of q are rows.
   std::int64_t k_stride;
   std::int64_t v_stride;
   std::int64_t out_stride;
@@ -75,6 +72,39 @@ struct ChannelGroups {
   std::int64_t end[kMax] = {};
 };
 
+/// Index of stored elements in the arrays of kernels that read them where they lie: f32, f16 and
+/// bf16 as their DType, then Codes.
+inline constexpr int kNumStored = kNumComputeDTypes + kNumCodes;
+
+/// Keys or values of a tile in memory.
+struct StoredRows {
+  const std::byte* const* rows;       ///< [capacity], readable behind the last token too.
+  const std::byte* const* next_rows;  ///< The same of the tile that comes next; nullptr: none.
+  const float* scales;                ///< [heads][groups.count][capacity], of codes.
+  std::int64_t head_at;               ///< Where the block's first head lies in a row, in bytes.
+  std::int64_t head_bytes;            ///< From a head to the next.
+  std::int64_t channels;
+  ChannelGroups groups;
+  std::int64_t offset_of(std::int64_t head) const { return head_at + head * head_bytes; }
+  const float* scales_of(std::int64_t head, int group, std::int64_t capacity) const {
+    return scales + (head * groups.count + group) * capacity;
+  }
+};
+
+/// Rows of several key heads against keys and values where they lie. Row r of head h is row
+/// h * head_stride + r of the block; those from head_rows on go nowhere.
+struct InPlaceTile : ScoreBlock {
+  const float* q;  ///< Times sm_scale * log2(e): [rows][q_stride], zeros up to whole vectors.
+  float* out;      ///< [rows][out_stride], whole vectors writable: sum of weights times values.
+  StoredRows k;
+  StoredRows v;
+  std::int64_t heads;
+  std::int64_t head_rows;
+  std::int64_t head_stride;  ///< A power of two, or a multiple of kMaxLanes.
+  std::int64_t q_stride;
+  std::int64_t out_stride;
+};
+
 /// Keys of kPairGroupTokens tokens, all readable, those behind the tile's last token too.
 struct KeyGroup {
   const BFloat16* first;
@@ -84,9 +114,7 @@ struct KeyGroup {
 /// The block's rows against keys and values in bf16, two of which are multiplied and added at once:
 /// neighbouring channels in Q K^T, neighbouring tokens in P V.
 struct PairTile : ScoreBlock {
-  /// Pairs of channels: [row vectors][qk_channels / 2][lanes]; few rows [rows][q_stride], zeros up
-  /// to whole vectors, which then groups end at.
-  const std::uint32_t* q;
+  const std::uint32_t* q;  ///< Pairs of channels: [row vectors][qk_channels / 2][lanes]
   const KeyGroup* k;       ///< [groups of tokens]
   const float* k_scales;   ///< [k_groups.count][capacity]: sm_scale * log2(e) is part of them.
   const std::uint32_t* v;  ///< [tokens / 2][v_stride] pairs of tokens, as pack_values leaves them.
@@ -99,7 +127,6 @@ struct PairTile : ScoreBlock {
   const std::byte* const* next_values;
   ChannelGroups k_groups;
   ChannelGroups v_groups;
-  std::int64_t q_stride;  ///< In pairs; 0: lanes of q are rows.
   std::int64_t v_stride;
   std::int64_t out_stride;
   std::int64_t qk_channels;
@@ -146,6 +173,14 @@ struct Kernels {
   /// sum += weight * x.
   void (*add_weighted)(const float* x, float weight, std::int64_t n, float* sum);
   void (*attend)(const AttendTile& tile);
+
+  /// Attention in place, in this order, the first and the last for the elements of keys and of
+  /// values.
+  void (*score_in_place[kNumStored])(const InPlaceTile& tile);
+  /// Scores of the block become weights. `correction` [row vectors][lanes] is what the sums of
+  /// values so far shrink by.
+  void (*weigh)(const ScoreBlock& block, float* correction);
+  void (*add_in_place[kNumStored])(const InPlaceTile& tile, const float* correction);
 
   /// `rounds` rounds of independent fused multiply-adds in registers. Returns their floating point
   /// operations; the result goes to `sink` so that they happen.

@@ -37,6 +37,10 @@ class LatentRows {
     state.finish_load(tile.size(), next.size());
   }
 
+  void load(InPlaceState& state, const KeyInterval& tile, const KeyInterval& next) const {
+    load_in_place(rows_, format_, 0, tile, next, state.keys());
+  }
+
  private:
   const Kernels& kernels_;
   const KvFormat& format_;
@@ -90,8 +94,7 @@ DecodeCall call_of(const MlaDecodeParams& params) {
                               .values_in_keys = true,
                               .score_factor = params.sm_scale * std::numbers::log2e_v<float>,
                               .k_groups = StoredPairs::groups(format, channels),
-                              .v_groups = StoredPairs::groups(format, latent)}}
-      .finished();
+                              .v_groups = StoredPairs::groups(format, latent)}};
 }
 
 bool takes_pairs(const Kernels& kernels, const MlaDecodeParams& params) {
@@ -104,13 +107,14 @@ bool takes_pairs(const Kernels& kernels, const MlaDecodeParams& params) {
 
 std::int64_t mla_decode_bytes(const Kernels& kernels, const OpContext&,
                               const MlaDecodeParams& params) {
-  const DecodeCall call = call_of(params);
-  return split_decode_bytes(call, state_bytes(kernels, call.shape, params.q_latent.dtype));
+  return split_decode_bytes(kernels, call_of(params), params.q_latent.dtype);
 }
 
 void mla_decode(const Kernels& kernels, const OpContext& ctx, const MlaDecodeParams& params) {
-  run_split_decode(kernels, ctx, call_of(params), params.q_latent.dtype,
-                   takes_pairs(kernels, params), MlaSource(kernels, params));
+  const DecodeCall call = call_of(params);
+  const StateKind kind = state_kind(kernels, call, takes_pairs(kernels, params),
+                                    InPlaceRows::takes(params.cache->format()));
+  run_split_decode(kernels, ctx, call, params.q_latent.dtype, kind, MlaSource(kernels, params));
 }
 
 }  // namespace fovea::cpu

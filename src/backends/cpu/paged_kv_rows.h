@@ -39,6 +39,11 @@ class PagedKvRows {
            StoredPairs::takes(kernels, kv.v_cache->format(), v_channels);
   }
 
+  /// Whether they can be read into an InPlaceState.
+  static bool takes_in_place(const PagedKv& kv) {
+    return InPlaceRows::takes(kv.k_cache->format()) && InPlaceRows::takes(kv.v_cache->format());
+  }
+
   void load(FloatState& state, const KeyInterval& tile, const KeyInterval& next) const {
     const StoredHeads key_heads(kernels_, kv_.k_cache->format(), kv_.num_kv_heads);
     const StoredHeads value_heads(kernels_, kv_.v_cache->format(), kv_.num_kv_heads);
@@ -94,7 +99,19 @@ class PagedKvRows {
     state.finish_load(tile.size(), soon.size());
   }
 
+  /// Of decode, whose tokens are all in the cache. All heads of the state, from this one on.
+  void load(InPlaceState& state, const KeyInterval& tile, const KeyInterval& next) const {
+    load_in_place(keys_, format_of(*kv_.k_cache), kv_head_, tile, next, state.keys());
+    load_in_place(values_, format_of(*kv_.v_cache), kv_head_, tile, next, state.values());
+  }
+
  private:
+  /// Formats without scales per head need not know their heads.
+  KvFormat format_of(const PagedKvCache& cache) const {
+    KvFormat format = cache.format();
+    format.num_heads = kv_.num_kv_heads;
+    return format;
+  }
   KeyInterval stored_part(const KeyInterval& tile) const {
     return {tile.begin, std::clamp(new_tokens_.first_key, tile.begin, tile.end)};
   }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "backends/cpu/in_place_state.h"
 #include "fovea/ops.h"
 #include "variants/visibility.h"
 
@@ -33,5 +34,18 @@ class PagedRows {
   const PagedKvCache& cache_;
   const std::int32_t* blocks_;
 };
+
+/// Heads from `first_head` on of `tile`, and of the tile that comes next. `format` knows its heads.
+inline void load_in_place(const PagedRows& rows, const KvFormat& format, std::int64_t first_head,
+                          const KeyInterval& tile, const KeyInterval& next, InPlaceRows& to) {
+  const std::int64_t offset = first_head * format.head_bytes();
+  rows.for_each(tile, [&](std::int64_t position, const std::byte* row) {
+    to.set_row(position - tile.begin, row + offset);
+  });
+  rows.for_each(next, [&](std::int64_t position, const std::byte* row) {
+    to.set_next(position - next.begin, row + offset);
+  });
+  to.finish_load(format, tile.size(), next.size());
+}
 
 }  // namespace fovea::cpu

@@ -4,29 +4,12 @@
 #include <cstring>
 
 namespace fovea::cpu {
-namespace {
-
-/// Few rows need groups of whole vectors.
-bool has_few_pair_rows(const Kernels& kernels, const AttendShape& shape) {
-  if (!has_few_rows(kernels, shape)) return false;
-  for (int g = 0; g + 1 < shape.k_groups.count; ++g) {
-    if (shape.k_groups.end[g] % (2 * kernels.lanes) != 0) return false;
-  }
-  return true;
-}
-
-}  // namespace
-
 PairState::PairState(const Kernels& kernels, const AttendShape& shape, Carver&& carver)
     : RowState(kernels, shape, kTokens, carver),
-      q_stride_(has_few_pair_rows(kernels, shape)
-                    ? padded_stride(shape.qk_channels / 2, sizeof(std::uint32_t))
-                    : 0),
       k_stride_(padded_stride(shape.qk_channels, sizeof(BFloat16))),
       v_stride_(padded_stride(shape.v_channels, sizeof(BFloat16))),
       pair_stride_(padded_stride(shape.v_channels, sizeof(std::uint32_t))) {
-  const std::int64_t q_row = q_stride_ > 0 ? q_stride_ : shape.qk_channels / 2;
-  q_ = carver.take<std::uint32_t>(HeadRows::stride_of(shape.max_rows) * q_row);
+  q_ = carver.take<std::uint32_t>(HeadRows::stride_of(shape.max_rows) * shape.qk_channels / 2);
   weights_ = carver.take<std::uint32_t>(kBlockRows * kTokens / 2);
   v_pairs_ = carver.take<std::uint32_t>(kTokens / 2 * pair_stride_);
   k_scales_ = carver.take<float>(ChannelGroups::kMax * kTokens);
@@ -45,7 +28,7 @@ std::int64_t PairState::bytes(const Kernels& kernels, const AttendShape& shape) 
 
 void PairState::begin(const HeadRows& heads) {
   begin_rows(heads);
-  if (q_stride_ > 0 || heads.count % kernels_.lanes == 0) return;
+  if (heads.count % kernels_.lanes == 0) return;
   // Lanes beyond the last row score 0 everywhere.
   const std::int64_t vector = kernels_.lanes * shape_.qk_channels / 2;
   for (std::int64_t head = 0; head < heads.num_heads; ++head) {
@@ -56,15 +39,12 @@ void PairState::begin(const HeadRows& heads) {
 
 void PairState::set_query(std::int64_t row) {
   const std::int64_t lanes = kernels_.lanes, pairs = shape_.qk_channels / 2;
-  const bool few = q_stride_ > 0;
-  std::uint32_t* q = q_ + (few ? row * q_stride_ : row / lanes * (pairs * lanes) + row % lanes);
-  const std::int64_t step = few ? 1 : lanes;
+  std::uint32_t* q = q_ + row / lanes * (pairs * lanes) + row % lanes;
   for (std::int64_t p = 0; p < pairs; ++p) {
     const auto first = std::bit_cast<std::uint32_t>(query_[2 * p]) >> 16;
     const auto second = std::bit_cast<std::uint32_t>(query_[2 * p + 1]) & 0xffff0000u;
-    q[p * step] = second | first;
+    q[p * lanes] = second | first;
   }
-  for (std::int64_t p = pairs; few && p % lanes != 0; ++p) q[p] = 0;
 }
 
 void PairState::set_key(std::int64_t token, const BFloat16* codes, const float* scales) {
@@ -127,8 +107,7 @@ void PairState::attend(std::int64_t row, std::int64_t count, std::int64_t tokens
   PairTile tile;
   fill(tile, row, count, tokens);
   tile.row_mask = masks;
-  tile.q = q_ + row * (q_stride_ > 0 ? q_stride_ : shape_.qk_channels / 2);
-  tile.q_stride = q_stride_;
+  tile.q = q_ + row * shape_.qk_channels / 2;
   tile.k = groups_;
   tile.k_scales = k_scales_;
   tile.v = v_pairs_;

@@ -45,7 +45,6 @@ class PairState : public RowState {
   PairState(const Kernels& kernels, const AttendShape& shape, Carver&& carver);
   void group_keys(std::int64_t tokens);
 
-  std::int64_t q_stride_;  ///< Of few rows, in pairs, else 0.
   std::int64_t k_stride_;
   std::int64_t v_stride_;
   std::int64_t pair_stride_;
@@ -66,13 +65,5 @@ class PairState : public RowState {
   bool has_next_ = false;
   bool v_is_finite_ = true;
 };
-
-/// What either state takes for queries of `dtype`. The cache's format decides between them, and
-/// scratch is sized before that is known.
-inline std::int64_t state_bytes(const Kernels& kernels, const AttendShape& shape, DType dtype) {
-  const std::int64_t bytes = FloatState::bytes(kernels, shape);
-  if (!kernels.pairs || dtype != DType::bf16) return bytes;
-  return std::max(bytes, PairState::bytes(kernels, shape));
-}
 
 }  // namespace fovea::cpu

@@ -7,6 +7,7 @@
 
 #include "backends/cpu/backend.h"
 #include "backends/cpu/kernels.h"
+#include "fovea/tensor.h"
 
 namespace fovea::cpu {
 namespace {
@@ -74,11 +75,14 @@ double read_gbps(const OpContext& ctx) {
   // 1 GiB: beyond any last level cache.
   constexpr std::int64_t kFloats = 256 * 1024 * 1024;
   constexpr std::int64_t kPiece = 64 * 1024;  // Small, so that the threads end together.
-  std::vector<float> memory(kFloats, 1.f);
+  // Of the pages that caches have.
+  const Tensor memory = Tensor::empty(DType::f32, {kFloats});
+  float* floats = memory.view().ptr<float>({0});
+  std::fill_n(floats, kFloats, 1.f);
   std::vector<float> sums(kFloats / kPiece);
   const double seconds = best_seconds([&] {
     ctx.pool->run(kFloats / kPiece, [&](std::int64_t i) {
-      sums[static_cast<std::size_t>(i)] = kernels.sum(memory.data() + i * kPiece, kPiece);
+      sums[static_cast<std::size_t>(i)] = kernels.sum(floats + i * kPiece, kPiece);
     });
   });
   return static_cast<double>(kFloats * std::int64_t{sizeof(float)}) / seconds * 1e-9;

@@ -7,12 +7,16 @@
 #include <numbers>
 
 #include "backends/cpu/float_state.h"
+#include "backends/cpu/in_place_state.h"
 #include "backends/cpu/pair_state.h"
 #include "backends/cpu/rows.h"
 #include "fovea/ops.h"
 #include "plan/extents.h"
 
 namespace fovea::cpu {
+
+/// What rows are kept in: see attend.h.
+enum class StateKind : std::uint8_t { f32, pairs, in_place };
 
 /// What the decode ops have in common, and the extents of their scratch.
 struct DecodeCall {
@@ -22,9 +26,9 @@ struct DecodeCall {
   const TensorView& lse;    ///< Optional [N, T].
   const TensorView& sinks;  ///< Optional [N].
   std::int64_t num_kv_heads;
-  AttendShape shape;                 ///< Without max_rows, which finished() fills in.
-  std::int64_t max_head_rows = 0;    ///< Of a key head that are worked on at once.
-  std::int64_t max_state_heads = 1;  ///< Key heads that are.
+  AttendShape shape;               ///< finished() fills in rows and heads.
+  std::int64_t max_head_rows = 0;  ///< Of a key head that are worked on at once.
+  std::int64_t head_stride = 0;    ///< As HeadRows::stride.
 
   std::int64_t num_heads() const { return out.shape[1]; }
   /// Query heads that share keys.
@@ -32,23 +36,46 @@ struct DecodeCall {
   std::int64_t workers() const { return std::ssize(schedule.worker_begin) - 1; }
   /// Rows of all heads of the longest request.
   std::int64_t request_rows() const { return schedule.max_query_len * num_heads(); }
-  DecodeCall finished() const {
+  DecodeCall finished(StateKind kind) const {
     DecodeCall call = *this;
     call.max_head_rows = std::min(schedule.max_query_len * group(), kMaxRows);
-    const std::int64_t stride = HeadRows::stride_of(call.max_head_rows);
-    call.max_state_heads =
-        std::clamp<std::int64_t>(kMaxRows / std::max<std::int64_t>(stride, 1), 1, num_kv_heads);
-    call.shape.max_rows =
-        call.max_state_heads > 1 ? call.max_state_heads * stride : call.max_head_rows;
+    call.head_stride = kind == StateKind::in_place ? InPlaceState::stride_of(call.max_head_rows)
+                                                   : HeadRows::stride_of(call.max_head_rows);
+    call.shape.max_heads = std::clamp<std::int64_t>(
+        kMaxRows / std::max<std::int64_t>(call.head_stride, 1), 1, num_kv_heads);
+    call.shape.max_rows = call.shape.max_heads * call.head_stride;
     call.shape.soft_cap = variant.soft_cap;
-    call.shape.rows_per_query = group();
     return call;
   }
 };
 
-/// Scratch of a finished call over states of `state_bytes`, each piece rounded.
-inline std::int64_t split_decode_bytes(const DecodeCall& call, std::int64_t state_bytes) {
-  std::int64_t bytes = Workspace::rounded(call.workers() * state_bytes);
+/// The state of a call. `takes_pairs` and `takes_in_place` are what the
+/// cache's format says.
+inline StateKind state_kind(const Kernels& kernels, const DecodeCall& call, bool takes_pairs,
+                            bool takes_in_place) {
+  if (takes_in_place && has_few_rows(kernels, call.group())) return StateKind::in_place;
+  return takes_pairs ? StateKind::pairs : StateKind::f32;
+}
+
+/// Of a worker. The cache's format decides between states, and scratch is sized before that is
+/// known.
+inline std::int64_t state_bytes(const Kernels& kernels, const DecodeCall& call, DType dtype) {
+  const AttendShape shape = call.finished(StateKind::f32).shape;
+  std::int64_t bytes = FloatState::bytes(kernels, shape);
+  if (kernels.pairs && dtype == DType::bf16) {
+    bytes = std::max(bytes, PairState::bytes(kernels, shape));
+  }
+  if (has_few_rows(kernels, call.group())) {
+    const DecodeCall in_place = call.finished(StateKind::in_place);
+    bytes = std::max(bytes, InPlaceState::bytes(kernels, in_place.shape));
+  }
+  return bytes;
+}
+
+/// Scratch of a call, each piece rounded.
+inline std::int64_t split_decode_bytes(const Kernels& kernels, const DecodeCall& call,
+                                       DType dtype) {
+  std::int64_t bytes = Workspace::rounded(call.workers() * state_bytes(kernels, call, dtype));
   const std::int64_t partials = call.schedule.num_partials();
   if (partials == 0) return bytes;
   const std::int64_t rows = partials * call.request_rows();
@@ -62,7 +89,7 @@ inline std::int64_t split_decode_bytes(const DecodeCall& call, std::int64_t stat
 /// One run of a finished call. `Source` has
 ///   void load_query(std::int64_t t, std::int64_t n, float* dst): row of shape.qk_channels;
 ///   Reader keys(std::int32_t request, std::int64_t kv_head): as attend_keys wants it.
-/// `State` is FloatState or PairState.
+/// `State` is what the call was finished for.
 ///
 /// An item's worker takes as many key heads at once as its state has rows for. Rows of one are
 /// [query token][group].
@@ -97,14 +124,14 @@ class SplitDecode {
     const auto w = static_cast<std::size_t>(worker);
     for (std::int32_t i = schedule_.worker_begin[w]; i < schedule_.worker_begin[w + 1]; ++i) {
       const WorkItem& item = schedule_.items[static_cast<std::size_t>(i)];
-      for (std::int64_t head = 0; head < call_.num_kv_heads; head += call_.max_state_heads) {
+      for (std::int64_t head = 0; head < call_.num_kv_heads; head += call_.shape.max_heads) {
         run_item(state, item, head);
       }
       if (item.partial >= 0 && is_last_to_arrive(item.request)) combine(item.request);
     }
   }
 
-  /// Key heads [head, head + max_state_heads), as far as there are.
+  /// Key heads [head, head + shape.max_heads), as far as there are.
   void run_item(State& state, const WorkItem& item, std::int64_t head) {
     const SequenceExtent extent = extent_of(schedule_, item.request);
     const std::int64_t rows = extent.num_queries * call_.group();
@@ -113,9 +140,9 @@ class SplitDecode {
                               .rows_per_query = call_.group(),
                               .first_row = first,
                               .extent = extent};
-      const HeadRows heads{.num_heads = std::min(call_.max_state_heads, call_.num_kv_heads - head),
+      const HeadRows heads{.num_heads = std::min(call_.shape.max_heads, call_.num_kv_heads - head),
                            .count = queries.count,
-                           .stride = HeadRows::stride_of(call_.max_head_rows)};
+                           .stride = call_.head_stride};
       attend_rows(state, item, head, heads, queries);
     }
   }
@@ -231,15 +258,23 @@ class SplitDecode {
   std::int32_t* arrived_ = nullptr;  ///< [requests] partials that are done.
 };
 
+/// `call` is not finished yet.
 template <class Source>
 void run_split_decode(const Kernels& kernels, const OpContext& ctx, const DecodeCall& call,
-                      DType dtype, bool takes_pairs, const Source& source) {
+                      DType dtype, StateKind kind, const Source& source) {
   WorkspaceScope scope(*ctx.workspace);
-  const std::int64_t bytes = state_bytes(kernels, call.shape, dtype);
-  if (takes_pairs) {
-    SplitDecode<PairState, Source>(kernels, call, bytes, source, scope).run(*ctx.pool);
-  } else {
-    SplitDecode<FloatState, Source>(kernels, call, bytes, source, scope).run(*ctx.pool);
+  const std::int64_t bytes = state_bytes(kernels, call, dtype);
+  const DecodeCall finished = call.finished(kind);
+  switch (kind) {
+    case StateKind::f32:
+      SplitDecode<FloatState, Source>(kernels, finished, bytes, source, scope).run(*ctx.pool);
+      break;
+    case StateKind::pairs:
+      SplitDecode<PairState, Source>(kernels, finished, bytes, source, scope).run(*ctx.pool);
+      break;
+    case StateKind::in_place:
+      SplitDecode<InPlaceState, Source>(kernels, finished, bytes, source, scope).run(*ctx.pool);
+      break;
   }
 }
 

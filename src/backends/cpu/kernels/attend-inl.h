@@ -187,11 +187,7 @@ void add_values(const AttendTile& tile, const float* correction) {
 }
 
 void attend(const AttendTile& tile) {
-  if (tile.q_stride > 0) {
-    score_few_rows(tile);
-  } else {
-    score(tile);
-  }
+  score(tile);
   alignas(64) float correction[kBlockRows];
   weigh(tile, correction);
   add_values(tile, correction);

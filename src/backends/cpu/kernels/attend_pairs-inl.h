@@ -227,11 +227,7 @@ void add_seen_values(const PairTile& tile, const float* correction, std::int64_t
 }
 
 void attend_pairs(const PairTile& tile) {
-  if (tile.q_stride > 0) {
-    score_few_pair_rows(tile);
-  } else {
-    score_pair_tile(tile);
-  }
+  score_pair_tile(tile);
   alignas(64) float correction[kBlockRows];
   weigh(tile, correction);
   std::int64_t begin = 0;

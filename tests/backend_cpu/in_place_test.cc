@@ -1,0 +1,202 @@
+// Attention of few rows in place, on plain memory, where ops cannot look: rows of several heads in
+// one block, hidden tokens, and bits.
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "backend_cpu/cpu_test.h"
+#include "support/poison.h"
+
+namespace fovea::test {
+namespace {
+
+using cpu::kBlockRows;
+using cpu::kTileTokens;
+
+constexpr std::int64_t kQk = 40, kV = 72, kOutStride = 80;
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+float normal(std::uint64_t seed, std::int64_t a, std::int64_t b) {
+  return static_cast<float>(
+      random_normal(seed + static_cast<std::uint64_t>(a), static_cast<std::uint64_t>(b)));
+}
+
+/// The same rows [first, first + count) of each of `heads` heads against one tile of f32.
+struct Block {
+  Block(const cpu::Kernels& set, std::int64_t num_heads, std::int64_t first, std::int64_t count,
+        std::int64_t num_tokens)
+      : kernels(set),
+        heads(num_heads),
+        tokens(num_tokens),
+        stride(static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(count)))),
+        q(static_cast<std::size_t>(kBlockRows * kOutStride)),
+        out(static_cast<std::size_t>(kBlockRows * kOutStride)),
+        row_max(kBlockRows, -std::numeric_limits<float>::infinity()),
+        row_sum(kBlockRows),
+        scores(kBlockRows * kTileTokens),
+        k(static_cast<std::size_t>(kTileTokens * heads * kQk)),
+        v(static_cast<std::size_t>(kTileTokens * heads * kV)),
+        masks(kBlockRows, ~std::uint64_t{0}) {
+    for (std::int64_t h = 0; h < heads; ++h) {
+      for (std::int64_t r = 0; r < count; ++r) {
+        for (std::int64_t c = 0; c < kQk; ++c) {
+          q[at((h * stride + r) * kOutStride + c)] = normal(1, 100 * h + first + r, c);
+        }
+      }
+      for (std::int64_t t = 0; t < kTileTokens; ++t) {
+        for (std::int64_t c = 0; c < kQk; ++c) *key(h, t, c) = normal(1000, 100 * h + t, c);
+        for (std::int64_t c = 0; c < kV; ++c) *value(h, t, c) = normal(20000, 100 * h + t, c);
+      }
+    }
+    tile.heads = heads;
+    tile.head_rows = count;
+    tile.rows = heads * stride;
+  }
+  static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
+  float* key(std::int64_t h, std::int64_t t, std::int64_t c) {
+    return &k[at((t * heads + h) * kQk + c)];
+  }
+  float* value(std::int64_t h, std::int64_t t, std::int64_t c) {
+    return &v[at((t * heads + h) * kV + c)];
+  }
+  std::uint64_t& mask(std::int64_t h, std::int64_t r) { return masks[at(h * stride + r)]; }
+  const float* row(std::int64_t h, std::int64_t r) const {
+    return &out[at((h * stride + r) * kOutStride)];
+  }
+  float max_of(std::int64_t h, std::int64_t r) const { return row_max[at(h * stride + r)]; }
+  float sum_of(std::int64_t h, std::int64_t r) const { return row_sum[at(h * stride + r)]; }
+
+  void run(bool masked) {
+    const std::byte* k_rows[kTileTokens];
+    const std::byte* v_rows[kTileTokens];
+    for (std::int64_t t = 0; t < kTileTokens; ++t) {
+      k_rows[t] = reinterpret_cast<const std::byte*>(key(0, std::min(t, tokens - 1), 0));
+      v_rows[t] = reinterpret_cast<const std::byte*>(value(0, std::min(t, tokens - 1), 0));
+    }
+    const auto rows = [](const std::byte* const* from, std::int64_t channels) {
+      return cpu::StoredRows{.rows = from,
+                             .next_rows = nullptr,
+                             .scales = nullptr,
+                             .head_at = 0,
+                             .head_bytes = channels * 4,
+                             .channels = channels,
+                             .groups = {.count = 1, .end = {channels}}};
+    };
+    tile.k = rows(k_rows, kQk);
+    tile.v = rows(v_rows, kV);
+    tile.q = q.data();
+    tile.out = out.data();
+    tile.scores = scores.data();
+    tile.row_max = row_max.data();
+    tile.row_sum = row_sum.data();
+    tile.row_mask = masked ? masks.data() : nullptr;
+    tile.soft_cap = 0.f;
+    tile.capacity = kTileTokens;
+    tile.tokens = tokens;
+    tile.head_stride = stride;
+    tile.q_stride = kOutStride;
+    tile.out_stride = kOutStride;
+    alignas(64) float correction[kBlockRows];
+    kernels.score_in_place[0](tile);
+    kernels.weigh(tile, correction);
+    kernels.add_in_place[0](tile, correction);
+  }
+
+  const cpu::Kernels& kernels;
+  std::int64_t heads, tokens, stride;
+  std::vector<float> q, out, row_max, row_sum, scores, k, v;
+  std::vector<std::uint64_t> masks;
+  cpu::InPlaceTile tile;
+};
+
+class InPlace : public IsaTest {};
+FOVEA_FOR_EACH_ISA(InPlace);
+
+TEST_P(InPlace, RowsAreSoftmaxOfTheirHead) {
+  constexpr std::int64_t kHeads = 3, kCount = 7, kTokens = 51;
+  Block block(kernels(), kHeads, 0, kCount, kTokens);
+  block.run(false);
+  for (std::int64_t h = 0; h < kHeads; ++h) {
+    for (std::int64_t r = 0; r < kCount; ++r) {
+      double sum = 0;
+      std::vector<double> expected(kV);
+      for (std::int64_t t = 0; t < kTokens; ++t) {
+        double score = 0;
+        for (std::int64_t c = 0; c < kQk; ++c) {
+          const std::int64_t q = (h * block.stride + r) * kOutStride + c;
+          score += static_cast<double>(block.q[Block::at(q)]) *
+                   static_cast<double>(*block.key(h, t, c));
+        }
+        const double weight = std::exp2(score - static_cast<double>(block.max_of(h, r)));
+        sum += weight;
+        for (std::int64_t c = 0; c < kV; ++c) {
+          expected[Block::at(c)] += weight * static_cast<double>(*block.value(h, t, c));
+        }
+      }
+      EXPECT_NEAR(sum, block.sum_of(h, r), 1e-5 * sum);
+      for (std::int64_t c = 0; c < kV; ++c) {
+        EXPECT_NEAR(expected[Block::at(c)], block.row(h, r)[c], 1e-5 * sum)
+            << "head " << h << ", row " << r << ", channel " << c;
+      }
+    }
+  }
+}
+
+TEST_P(InPlace, BitsOfARowDoNotDependOnRowsBesideIt) {
+  for (bool masked : {false, true}) {
+    for (std::int64_t tokens : {1, 5, 31, 33, 64}) {
+      const auto mask_of = [](std::int64_t h, std::int64_t r) {
+        return random_bits(7, static_cast<std::uint64_t>(100 * h + r)) | 1;
+      };
+      Block whole(kernels(), 2, 0, 8, tokens);
+      for (std::int64_t h = 0; h < 2; ++h) {
+        for (std::int64_t r = 0; r < 8; ++r) whole.mask(h, r) = mask_of(h, r);
+      }
+      whole.run(masked);
+      for (std::int64_t first : {0, 1, 5}) {
+        for (std::int64_t count : {1, 2, 3}) {
+          Block part(kernels(), 2, first, count, tokens);
+          for (std::int64_t h = 0; h < 2; ++h) {
+            for (std::int64_t r = 0; r < count; ++r) part.mask(h, r) = mask_of(h, first + r);
+          }
+          part.run(masked);
+          for (std::int64_t h = 0; h < 2; ++h) {
+            for (std::int64_t r = 0; r < count; ++r) {
+              EXPECT_EQ(0, std::memcmp(whole.row(h, first + r), part.row(h, r), kV * sizeof(float)))
+                  << "head " << h << ", row " << first + r << ", " << tokens << " tokens";
+              EXPECT_EQ(whole.sum_of(h, first + r), part.sum_of(h, r));
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(InPlace, ANaNReachesTheRowsThatSeeItAndNoOther) {
+  // Row r of either head sees tokens [0, 9 r], of which the first head's 20th is NaN.
+  constexpr std::int64_t kNanToken = 20;
+  Block clean(kernels(), 2, 0, 6, kTileTokens), dirty(kernels(), 2, 0, 6, kTileTokens);
+  std::fill_n(dirty.key(0, kNanToken, 0), kQk, kNan);
+  std::fill_n(dirty.value(0, kNanToken, 0), kV, kNan);
+  for (Block* block : {&clean, &dirty}) {
+    for (std::int64_t h = 0; h < 2; ++h) {
+      for (std::int64_t r = 0; r < 6; ++r) block->mask(h, r) = ~std::uint64_t{0} >> (63 - 9 * r);
+    }
+    block->run(true);
+  }
+  for (std::int64_t h = 0; h < 2; ++h) {
+    for (std::int64_t r = 0; r < 6; ++r) {
+      if (h == 1 || 9 * r < kNanToken) {
+        EXPECT_EQ(0, std::memcmp(clean.row(h, r), dirty.row(h, r), kV * sizeof(float)))
+            << "head " << h << ", row " << r;
+        continue;
+      }
+      for (std::int64_t c = 0; c < kV; ++c) EXPECT_TRUE(std::isnan(dirty.row(h, r)[c])) << r;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fovea::test
