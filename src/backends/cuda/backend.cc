@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include "backends/cuda/plain/kernels.h"
+#include "backends/cuda/sm90/attention_decode/op.h"
 #include "backends/cuda/sm90/attention_prefill/op.h"
 #include "backends/cuda/sm90/mla_decode/op.h"
 
@@ -19,9 +20,6 @@ constexpr Plain<RopeParams> kRope{{"plain", nullptr, nullptr, plain::rope}};
 constexpr Plain<KvAppendParams> kKvAppend{{"plain", nullptr, nullptr, plain::kv_append}};
 constexpr Plain<GqaAppendParams> kGqaAppend{{"plain", nullptr, nullptr, plain::gqa_append}};
 constexpr Plain<KvGatherParams> kKvGather{{"plain", nullptr, nullptr, plain::kv_gather}};
-constexpr Plain<AttentionDecodeParams> kAttentionDecode{
-    {"plain", plain::attention_decode_declines, plain::attention_decode_scratch,
-     plain::attention_decode}};
 constexpr Plain<QuantizeQueryParams> kQuantizeQuery{
     {"plain", nullptr, nullptr, plain::quantize_query}};
 // The kernels of one chip come first.
@@ -30,6 +28,11 @@ constexpr Implementation<AttentionPrefillParams> kAttentionPrefill[] = {
      sm90::attention_prefill},
     {"plain", plain::attention_prefill_declines, plain::attention_prefill_scratch,
      plain::attention_prefill}};
+constexpr Implementation<AttentionDecodeParams> kAttentionDecode[] = {
+    {"sm90", sm90::attention_decode_declines, sm90::attention_decode_scratch,
+     sm90::attention_decode},
+    {"plain", plain::attention_decode_declines, plain::attention_decode_scratch,
+     plain::attention_decode}};
 constexpr Implementation<MlaDecodeParams> kMlaDecode[] = {
     {"sm90", sm90::mla_decode_declines, sm90::mla_decode_scratch, sm90::mla_decode},
     {"plain", plain::mla_decode_declines, plain::mla_decode_scratch, plain::mla_decode}};
@@ -56,7 +59,7 @@ constexpr Backend kBackend{
     .gqa_append = kGqaAppend,
     .kv_gather = kKvGather,
     .attention_prefill = std::span(kAttentionPrefill).subspan(has_sm90 ? 0 : 1),
-    .attention_decode = kAttentionDecode,
+    .attention_decode = std::span(kAttentionDecode).subspan(has_sm90 ? 0 : 1),
     .quantize_query = kQuantizeQuery,
     .mla_decode = std::span(kMlaDecode).subspan(has_sm90 ? 0 : 1),
     .merge_state = kMergeState,

@@ -3,8 +3,8 @@
 
 #include "backends/cuda/sm90/attention_prefill/block.cuh"
 #include "backends/cuda/sm90/attention_prefill/clean_values.cuh"
-#include "backends/cuda/sm90/attention_prefill/softmax.cuh"
 #include "backends/cuda/sm90/ptx/wgmma_rows.cuh"
+#include "backends/cuda/sm90/row_softmax.cuh"
 
 namespace fovea::cuda::prefill {
 
@@ -65,46 +65,57 @@ __device__ __forceinline__ void pack_weights(WeightFragment<W>& weight,
   }
 }
 
+/// Lane c of each four ends with words c of all four, in order of lanes.
+__device__ __forceinline__ void transpose_in_quad(std::uint32_t (&words)[4]) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const bool upper = (threadIdx.x & step) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if ((i & step) != 0) continue;
+      const std::uint32_t given = upper ? words[i] : words[i + step];
+      const std::uint32_t taken = __shfl_xor_sync(~0u, given, step);
+      if (upper) {
+        words[i] = taken;
+      } else {
+        words[i + step] = taken;
+      }
+    }
+  }
+}
+
 /// A computing warpgroup at work on one item.
 template <typename W>
 struct Attention {
   const PrefillParams& op;
   SharedMemory<W>& s;
-  const QueryTile tile;
-  const std::int32_t head;
+  const Item item;
+  const int query_stage;
   const int lane = threadIdx.x % 32;
   const int group = threadIdx.x / 128;  ///< Of the two.
   const std::int32_t first_row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
-  RowKeys rows;       ///< Keys that the thread's rows see.
-  Keys any;           ///< Some row of the tile sees them.
-  Keys common;        ///< Every row of the tile sees them,
-  Keys group_common;  ///< and every row of the warpgroup.
+  RowKeys rows;      ///< Keys that the thread's rows see.
+  Keys warp_common;  ///< Every row of the warp sees them.
   const KeyWalk<W::kKeys> walk;
   Softmax softmax;
 
-  __device__ Attention(const PrefillParams& op, SharedMemory<W>& s, const QueryTile& tile,
-                       std::int32_t head)
+  __device__ Attention(const PrefillParams& op, SharedMemory<W>& s, int query_stage)
       : op(op),
         s(s),
-        tile(tile),
-        head(head),
-        any(visible_to_any(op.variant, {0, tile.num_rows}, extent_of(tile))),
-        common(visible_to_all(op.variant, {0, tile.num_rows}, extent_of(tile))),
-        group_common(visible_to_all(op.variant, rows_of_group(tile), extent_of(tile))),
-        walk(any, tile.num_paged) {
+        item(s.item(query_stage)),
+        query_stage(query_stage),
+        warp_common(0, 0),
+        walk(item.any, item.tile.num_paged) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       // Rows that do not exist see what the last one does.
-      const std::int32_t row = min(first_row + 8 * r, tile.num_rows - 1);
-      const Keys seen(visible_keys(op.variant, row, extent_of(tile)));
+      const std::int32_t row = min(first_row + 8 * r, item.tile.num_rows - 1);
+      const Keys seen(visible_keys(op.variant, row, extent_of(item.tile)));
       rows.begin[r] = seen.begin;
       rows.end[r] = seen.end;
     }
-  }
-
-  __device__ QueryInterval rows_of_group(const QueryTile& t) const {
-    const std::int32_t last = t.num_rows - 1;
-    return {min(threadIdx.x / 128 * 64, last), min(threadIdx.x / 128 * 64 + 63, last) + 1};
+    // Neither end decreases from a row to the next.
+    warp_common = {__shfl_sync(~0u, rows.begin[1], 31), __shfl_sync(~0u, rows.end[0], 0)};
   }
 
   /// The thread's rows' keys, counted from the first of key tile `i`.
@@ -126,7 +137,7 @@ struct Attention {
       cap_scores<W::kKeys>(score, op.sm_scale, op.variant.soft_cap);
       scale = 1.f;
     }
-    if (!is_full(group_common, i)) mask<W::kKeys>(score, rows_in(i));
+    if (!is_full(warp_common, i)) mask<W::kKeys>(score, rows_in(i));
     return softmax.weigh<W::kKeys>(score, scale);
   }
 
@@ -139,18 +150,24 @@ struct Attention {
   /// Values of key tile `i`, of which no product may be under way, made fit for one.
   __device__ __forceinline__ void clean(OutputFragment<W>& out, std::int32_t i,
                                         std::uint32_t count) {
-    if (is_full(common, i)) return;
+    if (is_full(item.common, i)) return;
     const int stage = wait_for_values(count);
     const std::int32_t first = walk.first_key(i);
-    clean_values<W>(s.v[stage], any.begin - first, min(any.end, walk.limit(i)) - first, rows_in(i),
-                    out);
+    clean_values<W>(s.v[stage], item.any.begin - first,
+                    min(item.any.end, walk.limit(i)) - first, rows_in(i), out);
   }
 
   /// Returns the stage of the value tile that `count` came before.
   __device__ __forceinline__ int wait_for_values(std::uint32_t count) {
-    const int stage = stage_of(count);
-    ptx::mbarrier_wait(ptx::shared_address(&s.v_full[stage]), parity_of(count));
-    return stage;
+    const KeyPosition at(count);
+    ptx::mbarrier_wait(ptx::shared_address(&s.v_full[at.stage]), at.parity);
+    return at.stage;
+  }
+
+  __device__ __forceinline__ int wait_for_keys(std::uint32_t count) {
+    const KeyPosition at(count);
+    ptx::mbarrier_wait(ptx::shared_address(&s.k_full[at.stage]), at.parity);
+    return at.stage;
   }
 
   __device__ __forceinline__ void release(std::uint64_t& empty) const {
@@ -161,25 +178,23 @@ struct Attention {
   /// While the softmax of one tile runs, the tensor cores have the outputs of the tile before it,
   /// and then the other warpgroup's products.
   __device__ __forceinline__ void run(OutputFragment<W>& out, std::uint32_t count) {
-    const std::uint32_t q = ptx::shared_address(s.q[0]) + group * (64 * 128);
+    const std::uint32_t q = ptx::shared_address(s.q[query_stage]) + group * (64 * 128);
     const std::int32_t tiles = walk.count();
     ScoreFragment<W> score;
     WeightFragment<W> weight;
-    const int stage = stage_of(count);
-    ptx::mbarrier_wait(ptx::shared_address(&s.k_full[stage]), parity_of(count));
+    const int stage = wait_for_keys(count);
     ptx::wgmma_fence();
     issue_scores<W>(score, q, ptx::shared_address(s.k[stage][0]));
     ptx::wgmma_wait<0>();
     ptx::pin(score);
     release(s.k_empty[stage]);
-    if (tiles == 1) release(s.q_empty);
+    if (tiles == 1) release(s.q_empty[query_stage]);
     weigh(score, 0);
     clean(out, 0, count);
     pack_weights<W>(weight, score);
 #pragma unroll 1
     for (std::int32_t i = 1; i < tiles; ++i) {
-      const int stage = stage_of(++count);
-      ptx::mbarrier_wait(ptx::shared_address(&s.k_full[stage]), parity_of(count));
+      const int stage = wait_for_keys(++count);
       const int before = wait_for_values(count - 1);
       ptx::named_barrier(kTurnBarrier + group, kComputeThreads);
       ptx::wgmma_fence();
@@ -189,7 +204,7 @@ struct Attention {
       ptx::wgmma_wait<1>();
       ptx::pin(score);
       release(s.k_empty[stage]);
-      if (i == tiles - 1) release(s.q_empty);
+      if (i == tiles - 1) release(s.q_empty[query_stage]);
       const float2 factor = weigh(score, i);
       ptx::wgmma_wait<0>();
       pin_outputs<W>(out);
@@ -220,43 +235,53 @@ struct Attention {
   /// Writes the thread's rows; where nothing is visible zeros and -inf. The head's sink joins the
   /// denominator here and only here.
   __device__ __forceinline__ void store(const OutputFragment<W>& out) const {
+    const std::int32_t head = item.head;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sum = sum_of_quad(softmax.sum[r]);
-      if (first_row + 8 * r >= tile.num_rows) continue;
-      const std::int64_t row = std::int64_t{tile.query_row} + first_row + 8 * r;
+      const bool exists = first_row + 8 * r < item.tile.num_rows;
+      const std::int64_t row = std::int64_t{item.tile.query_row} + first_row + 8 * r;
       const bool empty = sum == 0.f;
       float denominator = sum;
       if (op.sinks != nullptr) {
         denominator += exp2_approx(__ldg(op.sinks + head) * kLog2e - softmax.max[r]);
       }
-      store_row(out, r, row * op.out_row_stride + head * op.out_head_stride,
+      store_row(out, r, exists, row * op.out_row_stride + head * op.out_head_stride,
                 empty ? 0.f : 1.f / denominator);
-      if (op.lse != nullptr && lane % 4 == 0) {
+      if (exists && op.lse != nullptr && lane % 4 == 0) {
         op.lse[head * op.lse_head_stride + row * op.lse_row_stride] =
             empty ? -INFINITY : (softmax.max[r] + log2f(sum)) * kLn2;
       }
     }
   }
 
-  __device__ __forceinline__ void store_row(const OutputFragment<W>& out, int r, std::int64_t at,
-                                            float factor) const {
+  /// Run by whole warps, also for rows that do not exist.
+  __device__ __forceinline__ void store_row(const OutputFragment<W>& out, int r, bool exists,
+                                            std::int64_t at, float factor) const {
+    const int c = lane % 4;
 #pragma unroll
-    for (int part = 0; part < W::kParts; ++part) {
+    for (int j = 0; j < W::kV / 8; j += 4) {
+      const float* o = out[8 * j / W::kColumns] + 4 * (j % (W::kColumns / 8)) + 2 * r;
+      if (op.out_type == ElementType::f32) {
 #pragma unroll
-      for (int j = 0; j < W::kColumns / 8; ++j) {
-        const int channel = part * W::kColumns + 8 * j;
-        if (channel >= op.v_dim) continue;
-        const float a = out[part][4 * j + 2 * r] * factor;
-        const float b = out[part][4 * j + 2 * r + 1] * factor;
-        const std::int64_t to = at + channel + lane % 4 * 2;
-        if (op.out_type == ElementType::f32) {
-          *reinterpret_cast<float2*>(static_cast<float*>(op.out) + to) = float2{a, b};
-        } else {
-          *reinterpret_cast<std::uint32_t*>(static_cast<std::uint16_t*>(op.out) + to) =
-              pack<typename W::T>(a, b);
+        for (int i = 0; i < 4; ++i) {
+          const std::int64_t to = at + 8 * (j + i) + 2 * c;
+          if (!exists || 8 * (j + i) >= op.v_dim) continue;
+          *reinterpret_cast<float2*>(static_cast<float*>(op.out) + to) =
+              float2{o[4 * i] * factor, o[4 * i + 1] * factor};
         }
+        continue;
       }
+      std::uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        words[i] = pack<typename W::T>(o[4 * i] * factor, o[4 * i + 1] * factor);
+      }
+      transpose_in_quad(words);
+      // Now 8 neighbouring channels of a block of its own are in each lane.
+      if (!exists || 8 * (j + c) >= op.v_dim) continue;
+      *reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(op.out) + at + 8 * (j + c)) =
+          uint4{words[0], words[1], words[2], words[3]};
     }
   }
 };
@@ -268,18 +293,17 @@ __device__ void attend_items(const PrefillParams& op, SharedMemory<W>& s) {
   if (threadIdx.x < 128) ptx::named_barrier_arrive(kTurnBarrier, kComputeThreads);
   std::uint32_t count = 0;
   for (std::uint32_t turn = 0;; ++turn) {
-    ptx::mbarrier_wait(ptx::shared_address(&s.q_full), turn & 1);
-    const std::int32_t number = *static_cast<volatile std::int32_t*>(&s.item);
-    if (number < 0) break;
-    const Item item(op, number);
-    Attention<W> attention(op, s, load_query_tile(op, item.tile), item.head);
+    const RingPosition<W::kQueryStages> at(turn);
+    ptx::mbarrier_wait(ptx::shared_address(&s.q_full[at.stage]), at.parity);
+    if (s.item(at.stage).head < 0) break;
+    Attention<W> attention(op, s, at.stage);
     OutputFragment<W> out = {};
     if (attention.walk.count() > 0) {
       attention.run(out, count);
       count += attention.walk.count();
     } else {
       __syncwarp();
-      attention.release(s.q_empty);
+      attention.release(s.q_empty[at.stage]);
     }
     attention.store(out);
   }

@@ -133,9 +133,10 @@ const char* attention_prefill_sm90_declines(const PrefillParams& p) {
   for (const HeadRows* rows : {&p.q, &p.k, &p.k_pe, &p.v, &p.k_cache, &p.v_cache}) {
     if (!fits_copy_engine(*rows)) return "rows must be 16-byte aligned";
   }
-  const std::uintptr_t pair = p.out_type == ElementType::f32 ? 8 : 4;
-  if (!is_multiple(p.out, pair) || (p.out_row_stride | p.out_head_stride) % 2 != 0) {
-    return "output rows must be aligned to pairs of elements";
+  const std::int64_t aligned = p.out_type == ElementType::f32 ? 2 : 8;
+  if (!is_multiple(p.out, p.out_type == ElementType::f32 ? 8 : 16) ||
+      (p.out_row_stride | p.out_head_stride) % aligned != 0) {
+    return "output rows must be 16-byte aligned (8 in f32)";
   }
   return nullptr;
 }

@@ -21,73 +21,34 @@ constexpr int kComputeBarrier = 1;  ///< Named barriers; 0 is the whole block's.
 constexpr int kTurnBarrier = 2;     ///< And 3: of one computing warpgroup each.
 
 /// Class of head widths: keys of up to kQk channels, values of up to kV.
-template <typename Element, int kQk, int kV>
+template <typename Element, int kQk, int kVWidth>
 struct Widths {
   using T = Element;
   static constexpr int kKeys = kQk == 256 ? 64 : 128;  ///< Keys of a tile.
   static constexpr int kQkChunks = kQk / 64;           ///< Tiles are chunks of 64 channels.
-  static constexpr int kVChunks = kV / 64;
+  static constexpr int kVChunks = kVWidth / 64;
+  static constexpr int kV = kVWidth;
   static constexpr int kColumns = kV < 128 ? kV : 128;  ///< Of one output product.
   static constexpr int kParts = kV / kColumns;
   static constexpr int kQueryBytes = kQkChunks * kQueryTile * 128;
+  /// Query tiles on their way: as many as fit.
+  static constexpr int kQueryStages = kQk <= 128 ? 2 : 1;
 };
 
-/// Shared memory of one block. Operand tiles come first: they are 1024-byte aligned. Chunks are
-/// [rows][64 channels] in the 128-byte swizzle.
-template <typename W>
-struct SharedMemory {
-  std::uint8_t q[W::kQkChunks][kQueryTile * 128];
-  std::uint8_t k[kStages][W::kQkChunks][W::kKeys * 128];
-  std::uint8_t v[kStages][W::kVChunks][W::kKeys * 128];
-  std::uint64_t q_full, q_empty;
-  std::uint64_t k_full[kStages], k_empty[kStages];
-  std::uint64_t v_full[kStages], v_empty[kStages];
-  std::int32_t item;  ///< Comes with q; negative: there is none any more.
-
-  /// Run by one thread.
-  __device__ void init() {
-    constexpr int kWarps = kComputeThreads / 32;
-    ptx::mbarrier_init(ptx::shared_address(&q_full), 1);
-    ptx::mbarrier_init(ptx::shared_address(&q_empty), kWarps);
-    for (int i = 0; i < kStages; ++i) {
-      ptx::mbarrier_init(ptx::shared_address(&k_full[i]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&k_empty[i]), kWarps);
-      ptx::mbarrier_init(ptx::shared_address(&v_full[i]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&v_empty[i]), kWarps);
-    }
-    ptx::mbarrier_init_fence();
-  }
+/// Position `count` in a ring of `stages`, and the parity of its turn.
+template <int stages>
+struct RingPosition {
+  int stage;
+  std::uint32_t parity;
+  __device__ explicit RingPosition(std::uint32_t count)
+      : stage(count % stages), parity(count / stages & 1) {}
 };
+using KeyPosition = RingPosition<kStages>;
 
 /// Copy engine's view of each operand.
 struct TensorMaps {
   CUtensorMap q, k, k_pe, v, k_cache, v_cache;
 };
-
-/// Position `count` in a ring of kStages.
-__device__ __forceinline__ int stage_of(std::uint32_t count) { return count % kStages; }
-__device__ __forceinline__ std::uint32_t parity_of(std::uint32_t count) {
-  return count / kStages & 1;
-}
-
-/// Items are (head, query tile). Heads that run at once share L2 with what they read: all tiles of
-/// `heads_at_once` heads come before those of the next.
-struct Item {
-  std::int32_t tile, head;
-  __device__ Item(const PrefillParams& op, std::int32_t item) {
-    const std::int32_t in_turn = op.heads_at_once * op.num_tiles;
-    const std::int32_t turn = item / in_turn;
-    const std::int32_t rest = item - turn * in_turn;
-    tile = rest / op.heads_at_once;
-    head = turn * op.heads_at_once + rest - tile * op.heads_at_once;
-  }
-};
-
-__device__ __forceinline__ QueryTile load_query_tile(const PrefillParams& op, std::int32_t tile) {
-  const int4* words = reinterpret_cast<const int4*>(op.tiles + tile);
-  const int4 a = __ldg(words), b = __ldg(words + 1);
-  return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-}
 
 /// Query rows counted from the tile's first.
 __host__ __device__ inline SequenceExtent extent_of(const QueryTile& tile) {
@@ -136,6 +97,59 @@ struct KeyWalk {
   /// No key of tile `i` is at or behind it.
   __host__ __device__ std::int32_t limit(std::int32_t i) const {
     return is_paged(i) ? num_paged : INT32_MAX;
+  }
+};
+
+/// What a block does at a time: a query tile of one head.
+struct Item {
+  QueryTile tile;
+  std::int32_t head;  ///< Negative: there is no item any more.
+  Keys any;           ///< Some row of the tile sees them.
+  Keys common;        ///< Every row does.
+};
+
+/// Heads that run at once share L2 with what they read: all tiles of `heads_at_once` heads come
+/// before those of the next.
+__device__ __forceinline__ Item item_at(const PrefillParams& op, std::int32_t index) {
+  const std::int32_t in_turn = op.heads_at_once * op.num_tiles;
+  const std::int32_t turn = index / in_turn;
+  const std::int32_t rest = index - turn * in_turn;
+  const std::int32_t tile = rest / op.heads_at_once;
+  const int4* words = reinterpret_cast<const int4*>(op.tiles + tile);
+  const int4 a = __ldg(words), b = __ldg(words + 1);
+  const QueryTile t{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+  return {t, turn * op.heads_at_once + rest - tile * op.heads_at_once,
+          Keys(visible_to_any(op.variant, {0, t.num_rows}, extent_of(t))),
+          Keys(visible_to_all(op.variant, {0, t.num_rows}, extent_of(t)))};
+}
+
+/// Shared memory of one block. Operand tiles come first: they are 1024-byte aligned. Chunks are
+/// [rows][64 channels] in the 128-byte swizzle.
+template <typename W>
+struct SharedMemory {
+  std::uint8_t q[W::kQueryStages][W::kQkChunks][kQueryTile * 128];
+  std::uint8_t k[kStages][W::kQkChunks][W::kKeys * 128];
+  std::uint8_t v[kStages][W::kVChunks][W::kKeys * 128];
+  std::uint64_t q_full[W::kQueryStages], q_empty[W::kQueryStages];
+  std::uint64_t k_full[kStages], k_empty[kStages];
+  std::uint64_t v_full[kStages], v_empty[kStages];
+  alignas(16) std::uint8_t items[W::kQueryStages][sizeof(Item)];  ///< An Item comes with its q.
+
+  __device__ Item& item(int stage) { return *reinterpret_cast<Item*>(items[stage]); }
+
+  /// Run by one thread.
+  __device__ void init() {
+    constexpr int kWarps = kComputeThreads / 32;
+    const auto init = [](std::uint64_t& full, std::uint64_t& empty) {
+      ptx::mbarrier_init(ptx::shared_address(&full), 1);
+      ptx::mbarrier_init(ptx::shared_address(&empty), kWarps);
+    };
+    for (int i = 0; i < W::kQueryStages; ++i) init(q_full[i], q_empty[i]);
+    for (int i = 0; i < kStages; ++i) {
+      init(k_full[i], k_empty[i]);
+      init(v_full[i], v_empty[i]);
+    }
+    ptx::mbarrier_init_fence();
   }
 };
 

@@ -2,21 +2,14 @@
 #pragma once
 
 #include "backends/cuda/sm90/attention_prefill/block.cuh"
-#include "backends/cuda/sm90/attention_prefill/softmax.cuh"
+#include "backends/cuda/sm90/finite.cuh"
+#include "backends/cuda/sm90/row_softmax.cuh"
 
 namespace fovea::cuda::prefill {
 
 /// Of a thread: its two rows' channels 8 j + 2 c and the next, as scores lie.
 template <typename W>
 using OutputFragment = float[W::kParts][W::kColumns / 2];
-
-/// The bits of both elements of a word that are NaN or infinite; else 0.
-template <typename T>
-__device__ __forceinline__ std::uint32_t not_finite(std::uint32_t word) {
-  // The exponent's lowest bit, added to an exponent of ones, carries into the sign's place.
-  constexpr std::uint32_t kLowest = std::is_same_v<T, __half> ? 0x04000400 : 0x00800080;
-  return ((word & 0x7fff7fff) + kLowest) & 0x80008000;
-}
 
 /// Calls change(piece, key) for this thread's share of a value tile's 16-byte pieces.
 template <typename W, typename Change>
@@ -49,16 +42,7 @@ __device__ __forceinline__ void add_not_finite(const std::uint8_t (&v)[W::kVChun
         const int piece = j % 8 ^ key % 8;
         const auto word = *reinterpret_cast<const std::uint32_t*>(
             &v[chunk][key * 128 + piece * 16 + lane % 4 * 4]);
-        const std::uint32_t bad = not_finite<T>(word);
-        if (bad == 0) continue;
-        T values[2];
-        memcpy(values, &word, sizeof word);
-#pragma unroll
-        for (int b = 0; b < 2; ++b) {
-          if ((bad >> (16 * b) & 0x8000) == 0) continue;
-          if (sees[0]) out[part][4 * j + b] += static_cast<float>(values[b]);
-          if (sees[1]) out[part][4 * j + 2 + b] += static_cast<float>(values[b]);
-        }
+        cuda::add_not_finite<T>(word, sees[0], sees[1], &out[part][4 * j]);
       }
     }
   }
@@ -74,27 +58,20 @@ __device__ __forceinline__ void clean_values(std::uint8_t (&v)[W::kVChunks][W::k
   using T = typename W::T;
   begin = max(begin, 0);
   end = min(end, W::kKeys);
-  std::uint32_t bad = 0;
+  bool bad = false;
   for_each_piece<W>(v, [&](uint4& piece, int key) {
     if (key < begin || key >= end) {
       piece = uint4{0, 0, 0, 0};
     } else {
-      const uint4 p = piece;
-      bad |= not_finite<T>(p.x) | not_finite<T>(p.y) | not_finite<T>(p.z) | not_finite<T>(p.w);
+      bad |= any_not_finite<T>(piece);
     }
   });
   ptx::fence_async_proxy();
-  if (!ptx::named_barrier_any(kComputeBarrier, kComputeThreads, bad != 0)) return;
+  if (!ptx::named_barrier_any(kComputeBarrier, kComputeThreads, bad)) return;
 
   add_not_finite<W>(v, begin, end, rows, out);
   ptx::named_barrier(kComputeBarrier, kComputeThreads);  // All have read what goes away now.
-  for_each_piece<W>(v, [&](uint4& piece, int) {
-    const auto finite = [](std::uint32_t word) {
-      const std::uint32_t bad = not_finite<T>(word);
-      return word & ~((bad >> 15) * 0xffff);
-    };
-    piece = uint4{finite(piece.x), finite(piece.y), finite(piece.z), finite(piece.w)};
-  });
+  for_each_piece<W>(v, [](uint4& piece, int) { piece = only_finite<T>(piece); });
   ptx::fence_async_proxy();
   ptx::named_barrier(kComputeBarrier, kComputeThreads);
 }

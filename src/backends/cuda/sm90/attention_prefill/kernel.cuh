@@ -16,10 +16,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp < kComputeThreads / 32) {
-    ptx::take_registers<232>();
+    ptx::take_registers<224>();
     attend_items<W>(op, s);
   } else {
-    ptx::give_registers<40>();
+    ptx::give_registers<56>();
     if (warp == kComputeThreads / 32) load_items<W>(op, maps, s);
   }
 }

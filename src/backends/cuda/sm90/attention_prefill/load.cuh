@@ -23,29 +23,29 @@ struct Loader {
         policy(ptx::make_l2_policy(ptx::L2Policy::evict_normal)),
         nope_chunks(op.pe_dim > 0 ? (op.qk_dim - op.pe_dim + 63) / 64 : W::kQkChunks) {}
 
-  /// Queries of the item, when the computing warps need the last ones no more. Where k_pe has
-  /// chunks of its own the queries' are cut alike; channels past the last one come out as zeros.
-  __device__ void load_queries(const QueryTile& tile, std::int32_t item, std::int32_t head,
-                               bool has_keys, std::uint32_t turn) {
-    const std::uint32_t full = ptx::shared_address(&s.q_full);
-    ptx::mbarrier_wait(ptx::shared_address(&s.q_empty), (turn & 1) ^ 1);
+  /// The item and its queries, when a stage of them is free. Where k_pe has chunks of its own the
+  /// queries' are cut alike; channels past the last one come out as zeros.
+  __device__ void load_queries(const Item& item, bool has_keys, std::uint32_t turn) {
+    const RingPosition<W::kQueryStages> at(turn);
+    const std::uint32_t full = ptx::shared_address(&s.q_full[at.stage]);
+    ptx::mbarrier_wait(ptx::shared_address(&s.q_empty[at.stage]), at.parity ^ 1);
     if (lane == 0) {
-      *static_cast<volatile std::int32_t*>(&s.item) = item;
+      s.item(at.stage) = item;
       ptx::mbarrier_arrive_expect(full, has_keys ? W::kQueryBytes : 0);
     }
     __syncwarp();
     if (has_keys && lane < W::kQkChunks) {
       const int x = lane < nope_chunks ? lane * 64
                                        : op.qk_dim - op.pe_dim + (lane - nope_chunks) * 64;
-      ptx::load_box(ptx::shared_address(s.q[lane]), &maps.q, x, head, tile.query_row, 0, full,
-                    policy);
+      ptx::load_box(ptx::shared_address(s.q[at.stage][lane]), &maps.q, x, item.head,
+                    item.tile.query_row, 0, full, policy);
     }
   }
 
   /// Waits for a stage of keys or values and announces what comes.
-  __device__ void open_stage(std::uint64_t& full, std::uint64_t& empty, std::uint32_t count,
+  __device__ void open_stage(std::uint64_t& full, std::uint64_t& empty, std::uint32_t parity,
                              std::uint32_t bytes) {
-    ptx::mbarrier_wait(ptx::shared_address(&empty), parity_of(count) ^ 1);
+    ptx::mbarrier_wait(ptx::shared_address(&empty), parity ^ 1);
     if (lane == 0) ptx::mbarrier_arrive_expect(ptx::shared_address(&full), bytes);
     __syncwarp();
   }
@@ -124,38 +124,38 @@ __device__ void load_items(const PrefillParams& op, const TensorMaps& maps, Shar
     // Every item is asked for once: the counter comes back to 0.
     std::int32_t next = 0;
     if (loader.lane == 0) next = gridDim.x + atomicInc(op.counter, num_items - 1);
-    const Item item(op, i);
-    const QueryTile tile = load_query_tile(op, item.tile);
+    const Item item = item_at(op, i);
+    const QueryTile& tile = item.tile;
     const std::int32_t kv_head = item.head / group;
-    const Keys any(visible_to_any(op.variant, {0, tile.num_rows}, extent_of(tile)));
-    const KeyWalk<W::kKeys> walk(any, tile.num_paged);
-    if (walk.count() == 0) loader.load_queries(tile, i, item.head, false, turn);
+    const KeyWalk<W::kKeys> walk(item.any, tile.num_paged);
+    if (walk.count() == 0) loader.load_queries(item, false, turn);
     for (std::int32_t t = 0; t < walk.count(); ++t, ++count) {
-      const int stage = stage_of(count);
+      const KeyPosition at(count);
       const std::int32_t first_key = walk.first_key(t);
       const bool paged = walk.is_paged(t);
       const std::int32_t row = tile.first_row + first_key - tile.num_paged;
       typename Loader<W>::Boxes boxes;
-      if (paged) boxes = loader.find_boxes(tile, any, first_key);
+      if (paged) boxes = loader.find_boxes(tile, item.any, first_key);
       const std::uint32_t bytes = paged ? (boxes.end - boxes.begin) * boxes.rows * 128 : kRowBytes;
-      loader.open_stage(s.k_full[stage], s.k_empty[stage], count, bytes * W::kQkChunks);
+      std::uint64_t &k_full = s.k_full[at.stage], &v_full = s.v_full[at.stage];
+      loader.open_stage(k_full, s.k_empty[at.stage], at.parity, bytes * W::kQkChunks);
       if (paged) {
-        loader.load_boxes(s.k[stage], &maps.k_cache, boxes, kv_head, s.k_full[stage]);
+        loader.load_boxes(s.k[at.stage], &maps.k_cache, boxes, kv_head, k_full);
       } else {
-        loader.load_rows(s.k[stage], &maps.k, loader.nope_chunks, row, kv_head, s.k_full[stage]);
+        loader.load_rows(s.k[at.stage], &maps.k, loader.nope_chunks, row, kv_head, k_full);
       }
-      // The first keys may come while the queries before are still in use.
-      if (t == 0) loader.load_queries(tile, i, item.head, true, turn);
-      loader.open_stage(s.v_full[stage], s.v_empty[stage], count, bytes * W::kVChunks);
+      // The first keys may come while no stage of queries is free yet.
+      if (t == 0) loader.load_queries(item, true, turn);
+      loader.open_stage(v_full, s.v_empty[at.stage], at.parity, bytes * W::kVChunks);
       if (paged) {
-        loader.load_boxes(s.v[stage], &maps.v_cache, boxes, kv_head, s.v_full[stage]);
+        loader.load_boxes(s.v[at.stage], &maps.v_cache, boxes, kv_head, v_full);
       } else {
-        loader.load_rows(s.v[stage], &maps.v, W::kVChunks, row, kv_head, s.v_full[stage]);
+        loader.load_rows(s.v[at.stage], &maps.v, W::kVChunks, row, kv_head, v_full);
       }
     }
     i = __shfl_sync(~0u, next, 0);
   }
-  loader.load_queries({}, -1, 0, false, turn);
+  loader.load_queries({{}, -1, {0, 0}, {0, 0}}, false, turn);
 }
 
 }  // namespace fovea::cuda::prefill

@@ -48,19 +48,6 @@ HeadRows rows_of(const TensorView& view) {
   return rows;
 }
 
-HeadRows rows_of(const PagedKvCache* cache, std::int64_t heads, std::int64_t channels) {
-  if (cache == nullptr) return {};
-  const std::int64_t unit = bytes_of(cache->format().dtype, 1);
-  return {.data = cache->num_blocks() > 0 ? cache->row(0, 0) : nullptr,
-          .channels = channels,
-          .heads = heads,
-          .block_size = cache->block_size(),
-          .num_blocks = cache->num_blocks(),
-          .head_stride = channels,
-          .row_stride = cache->layout().row_stride / unit,
-          .block_stride = cache->layout().block_stride / unit};
-}
-
 /// Everything but what the plan gives, which is on the host yet.
 Operands operands_of(const AttentionPrefillParams& p) {
   const bool is_paged = p.paged.k_cache != nullptr;
@@ -76,8 +63,10 @@ Operands operands_of(const AttentionPrefillParams& p) {
   o.k = rows_of(p.k);
   o.k_pe = rows_of(p.k_pe);
   o.v = rows_of(p.v);
-  o.k_cache = rows_of(p.paged.k_cache, o.num_kv_heads, o.qk_dim);
-  o.v_cache = rows_of(p.paged.v_cache, o.num_kv_heads, o.v_dim);
+  if (is_paged) {
+    o.k_cache = head_rows(*p.paged.k_cache, o.num_kv_heads, o.qk_dim);
+    o.v_cache = head_rows(*p.paged.v_cache, o.num_kv_heads, o.v_dim);
+  }
   o.out_type = element_type(p.out.dtype);
   o.out = p.out.data;
   o.out_row_stride = p.out.strides[0];

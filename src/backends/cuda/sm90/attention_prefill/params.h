@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "backends/cuda/sm90/element_type.h"
+#include "backends/cuda/sm90/head_rows.h"
 #include "fovea/attention_variant.h"
 
 namespace fovea::cuda {
@@ -19,19 +20,6 @@ struct alignas(16) QueryTile {
   std::int32_t num_paged;  ///< Keys before it are in blocks, the others are rows of k and v.
   std::int32_t first_row;  ///< The row of k and v that holds key num_paged.
   std::int32_t request;    ///< Row of the block table.
-};
-
-/// Rows of heads: [num_blocks, block_size, heads, channels] with unit innermost stride. Rows that
-/// are not paged are one block.
-struct HeadRows {
-  const void* data = nullptr;  ///< Null: absent.
-  std::int64_t channels = 0;
-  std::int64_t heads = 1;
-  std::int64_t block_size = 0;
-  std::int64_t num_blocks = 1;
-  std::int64_t head_stride = 0;
-  std::int64_t row_stride = 0;
-  std::int64_t block_stride = 0;
 };
 
 /// Attention of ragged query rows, as fovea::AttentionPrefillParams. All pointers are device

@@ -7,12 +7,18 @@
 
 #include "backends/cuda/sm90/arithmetic.cuh"
 #include "backends/cuda/sm90/mla_decode/params.h"
-#include "backends/cuda/sm90/mla_decode/schedule.cuh"
 #include "backends/cuda/sm90/ptx/barrier.cuh"
 #include "backends/cuda/sm90/ptx/copy.cuh"
 #include "backends/cuda/sm90/ptx/wgmma.cuh"
+#include "backends/cuda/sm90/split_kv/merge.cuh"
+#include "backends/cuda/sm90/split_kv/walk.cuh"
 
 namespace fovea::cuda::mla {
+
+using split_kv::GroupRange;
+using split_kv::JobPieces;
+using split_kv::kKeyTile;  ///< M of a warpgroup product: keys stand on the M side.
+using split_kv::MergedValue;
 
 constexpr int kLatent = 512;
 constexpr int kRope = 64;
@@ -87,9 +93,22 @@ struct SharedMemory {
   Handover<kRows> handover;
 };
 
+/// The schedule's view of a launch.
+__host__ __device__ inline split_kv::ScheduleShape schedule_shape(const MlaDecodeParams& op,
+                                                                  const MlaDecodeGeometry& g) {
+  return {.num_groups = g.num_groups,
+          .kv_heads = 1,
+          .heads = op.num_heads,
+          .rows_per_job = g.rows * g.row_tiles_per_group,
+          .splits_per_group = g.splits_per_group,
+          .window_left = op.window_left,
+          .attention_chunk = 0};
+}
+
 struct KernelParams {
   MlaDecodeParams op;
   MlaDecodeGeometry geometry;
+  split_kv::ScheduleShape shape;
   std::int32_t box_rows;     ///< Keys that one copy brings.
   bool bulk_rows;            ///< Quantised rows can come by bulk copies.
   const GroupRange* ranges;  ///< [num_groups]
@@ -105,64 +124,40 @@ class JobWalk {
  public:
   __device__ JobWalk(const KernelParams& k, std::int32_t group, std::int32_t rows,
                      std::int32_t row_tile, std::int32_t split)
-      : k_(k), group_(group), rows_(rows), row_tile_(row_tile), split_(split) {
-    const int4* words = reinterpret_cast<const int4*>(k.ranges + group);
-    const int4 a = __ldcg(words), b = __ldcg(words + 1), c = __ldcg(words + 2);
-    request_ = a.x, job_ = a.y, tile_ = a.z, units_left_ = a.w;
-    first_unit_ = b.x, total_units_ = b.y, seq_len_ = b.z, query_begin_ = b.w;
-    query_len_ = c.x, groups_ = c.y;
-  }
+      : k_(k),
+        range_(k.shape, k.ranges, group, k.op.query_start_loc, k.op.seq_lens),
+        rows_(rows),
+        row_tile_(row_tile),
+        split_(split) {}
 
   __device__ bool next(Job& job) {
-    if (units_left_ == 0) return false;
-    if (!first_) advance();
-    const std::int32_t units = units_of(seq_len_, query_len_, k_.op.window_left);
-    const std::int32_t take = min(units - tile_, units_left_);
+    split_kv::JobShare share;
+    if (!range_.next(share)) return false;
     const std::int32_t splits = k_.geometry.splits_per_group;
-    job.seq_len = seq_len_;
-    job.query_begin = query_begin_;
-    job.query_len = query_len_;
-    job.first_row = (job_ * k_.geometry.row_tiles_per_group + row_tile_) * rows_;
-    job.num_rows = max(0, min(rows_, query_len_ * k_.op.num_heads - job.first_row));
-    const bool empty = seq_len_ <= 0 || job.num_rows == 0;
-    const std::int32_t tile = first_tile_of(seq_len_, query_len_, k_.op.window_left) + tile_;
-    job.tile_begin = empty ? 0 : tile + take * split_ / splits;
-    job.tile_end = empty ? 0 : tile + take * (split_ + 1) / splits;
-    job.first_unit = first_unit_;
-    job.num_units = units;
-    job.whole = take == units;
-    job.slot = 2 * group_ + (first_ ? 0 : 1);
-    units_left_ -= take;
-    first_ = false;
+    request_ = share.request;
+    job.seq_len = share.seq_len;
+    job.query_begin = share.query_begin;
+    job.query_len = share.query_len;
+    job.first_row = (share.job * k_.geometry.row_tiles_per_group + row_tile_) * rows_;
+    job.num_rows = max(0, min(rows_, share.query_len * k_.op.num_heads - job.first_row));
+    const bool empty = share.seq_len <= 0 || job.num_rows == 0;
+    job.tile_begin = empty ? 0 : share.first_tile + share.tiles * split_ / splits;
+    job.tile_end = empty ? 0 : share.first_tile + share.tiles * (split_ + 1) / splits;
+    job.first_unit = share.first_unit;
+    job.num_units = share.num_units;
+    job.whole = share.whole;
+    job.slot = share.slot;
     return true;
   }
 
-  __device__ std::int32_t total_units() const { return total_units_; }
-  __device__ std::int32_t groups() const { return groups_; }
+  __device__ std::int32_t request() const { return request_; }
+  __device__ const split_kv::RangeWalk& range() const { return range_; }
 
  private:
-  __device__ void advance() {
-    first_unit_ += units_of(seq_len_, query_len_, k_.op.window_left);
-    tile_ = 0;
-    const std::int32_t rows_per_job = rows_ * k_.geometry.row_tiles_per_group;
-    if ((++job_) * rows_per_job < query_len_ * k_.op.num_heads) return;
-    job_ = 0;
-    do {
-      ++request_;
-      query_begin_ = __ldg(k_.op.query_start_loc + request_);
-      query_len_ = __ldg(k_.op.query_start_loc + request_ + 1) - query_begin_;
-    } while (query_len_ == 0);
-    seq_len_ = __ldg(k_.op.seq_lens + request_);
-  }
-
   const KernelParams& k_;
-  std::int32_t group_, rows_, row_tile_, split_;
-  std::int32_t request_, job_, tile_, units_left_, first_unit_, total_units_, groups_;
-  std::int32_t seq_len_, query_begin_, query_len_;
-  bool first_ = true;
-
- public:
-  __device__ std::int32_t request() const { return request_; }
+  split_kv::RangeWalk range_;
+  std::int32_t rows_, row_tile_, split_;
+  std::int32_t request_;
 };
 
 /// A position in the ring of chunks and the parity of its turn.
@@ -244,11 +239,6 @@ __device__ __forceinline__ float inverse_sum(const MlaDecodeParams& op, const Jo
         exp2_approx(__ldg(op.sinks + r % static_cast<std::uint32_t>(op.num_heads)) * kLog2e - max);
   }
   return 1.f / sum;
-}
-
-/// Weight of a partial result whose maximum is `own`. An empty one carries none.
-__device__ __forceinline__ float merge_weight(float own, float max) {
-  return own == -INFINITY ? 0.f : exp2_approx(own - max);
 }
 
 }  // namespace fovea::cuda::mla

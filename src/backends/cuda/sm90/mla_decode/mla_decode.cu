@@ -5,8 +5,8 @@
 
 #include "backends/cuda/sm90/mla_decode/kernel.cuh"
 #include "backends/cuda/sm90/mla_decode/mla_decode.h"
-#include "backends/cuda/sm90/mla_decode/plan.cuh"
 #include "backends/cuda/sm90/mla_decode/quantized.h"
+#include "backends/cuda/sm90/split_kv/plan.cuh"
 #include "backends/cuda/sm90/tensor_map.h"
 
 namespace fovea::cuda {
@@ -248,10 +248,8 @@ cudaError_t mla_decode_sm90_plan(const MlaDecodeParams& p, const MlaDecodeGeomet
                                  void* workspace, cudaStream_t stream) {
   const WorkspaceLayout layout(g);
   auto* base = static_cast<std::byte*>(workspace);
-  const mla::ScheduleShape shape{g.num_groups, p.num_heads, g.rows * g.row_tiles_per_group,
-                                 g.splits_per_group, p.window_left};
-  mla::plan_kernel<<<1, mla::kPlanThreads, 0, stream>>>(
-      shape, p.num_requests, p.query_start_loc, p.seq_lens,
+  split_kv::plan_kernel<<<1, split_kv::kPlanThreads, 0, stream>>>(
+      mla::schedule_shape(p, g), p.num_requests, p.query_start_loc, p.seq_lens,
       reinterpret_cast<mla::GroupRange*>(base),
       reinterpret_cast<std::uint32_t*>(base + layout.counters), layout.num_counters);
   return cudaGetLastError();
@@ -271,6 +269,7 @@ cudaError_t mla_decode_sm90(const MlaDecodeParams& p, const MlaDecodeGeometry& g
   auto* base = static_cast<std::byte*>(workspace);
   KernelParams params{p,
                       g,
+                      mla::schedule_shape(p, g),
                       box_rows(p),
                       quantized && rows_come_in_bulk(p),
                       reinterpret_cast<const mla::GroupRange*>(base),

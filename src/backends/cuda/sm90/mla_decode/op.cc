@@ -1,10 +1,8 @@
 #include "backends/cuda/sm90/mla_decode/op.h"
 
-#include <algorithm>
-
 #include "backends/cuda/launch.h"
+#include "backends/cuda/sm90/decode_image.h"
 #include "backends/cuda/sm90/mla_decode/mla_decode.h"
-#include "backends/cuda/upload.h"
 
 namespace fovea::cuda::sm90 {
 namespace {
@@ -38,12 +36,6 @@ CacheFormat cache_format(const KvFormat& format) {
     default:
       return format.dtype == DType::i8 ? CacheFormat::int8_per_token : CacheFormat::int4_per_token;
   }
-}
-
-std::int32_t longest(const DecodeSchedule& schedule) {
-  std::int32_t keys = 0;
-  for (const std::int32_t seq_len : schedule.seq_lens) keys = std::max(keys, seq_len);
-  return keys;
 }
 
 /// Everything but the plan's arrays, which are on the host yet.
@@ -84,60 +76,24 @@ Operands operands_of(const fovea::MlaDecodeParams& p) {
   o.sm_scale = p.sm_scale;
   o.causal = p.variant.causal;
   // A window as long as every sequence hides nothing; longer ones may not fit.
-  const bool hides = p.variant.window_left < longest(*p.schedule);
+  const bool hides =
+      p.variant.window_left < DecodeImage(*p.schedule, cache.block_size()).longest();
   o.window_left = hides ? static_cast<std::int32_t>(p.variant.window_left) : -1;
   o.sinks = static_cast<const float*>(p.sinks.data);
   return o;
 }
 
-/// What a call needs of the workspace.
+/// What a call needs of the workspace beside the plan's arrays.
 struct Scratch {
   MlaDecodeGeometry geometry;
-  std::int64_t table_width = 0;  ///< Blocks of a request at most.
-  std::int64_t image_words = 0;  ///< query_start_loc, seq_lens, block table.
   std::int64_t kernel_bytes = 0;
 
-  static constexpr std::int64_t kKernelAlignment = 256;
-  std::int64_t bytes() const {
-    return Workspace::rounded(image_words * std::int64_t{sizeof(std::int32_t)}) +
-           Workspace::rounded(kernel_bytes + kKernelAlignment);
+  Scratch(const OpContext& ctx, const Operands& operands) {
+    const CurrentDevice current(ctx.memory.device);
+    check(mla_decode_sm90_geometry(operands, &geometry), "geometry of mla_decode");
+    kernel_bytes = static_cast<std::int64_t>(mla_decode_sm90_workspace_bytes(geometry));
   }
 };
-
-Scratch scratch_of(const OpContext& ctx, const fovea::MlaDecodeParams& p,
-                   const Operands& operands) {
-  const CurrentDevice current(ctx.memory.device);
-  Scratch scratch;
-  check(mla_decode_sm90_geometry(operands, &scratch.geometry), "geometry of mla_decode");
-  scratch.table_width =
-      (longest(*p.schedule) + operands.block_size - 1) / operands.block_size;
-  scratch.image_words = 1 + std::int64_t{operands.num_requests} * (2 + scratch.table_width);
-  scratch.kernel_bytes =
-      static_cast<std::int64_t>(mla_decode_sm90_workspace_bytes(scratch.geometry));
-  return scratch;
-}
-
-void upload(const OpContext& ctx, const fovea::MlaDecodeParams& p, const Scratch& scratch,
-            std::int32_t* memory, Operands& operands) {
-  const DecodeSchedule& schedule = *p.schedule;
-  Upload image(memory, stream_of(ctx));
-  operands.query_start_loc = image.next();
-  for (const std::int32_t first : schedule.query_start_loc) image.put(first);
-  operands.seq_lens = image.next();
-  for (const std::int32_t seq_len : schedule.seq_lens) image.put(seq_len);
-  operands.block_table = image.next();
-  operands.block_table_stride = scratch.table_width;
-  for (std::int32_t r = 0; r < operands.num_requests; ++r) {
-    const std::int32_t* blocks = p.block_table.data + r * p.block_table.stride;
-    for (std::int64_t b = 0; b < scratch.table_width; ++b) {
-      // What no key needs may hold anything, or not be there.
-      const bool used = b * operands.block_size < schedule.seq_lens[static_cast<std::size_t>(r)] &&
-                        b < p.block_table.width;
-      image.put(used ? blocks[b] : 0);
-    }
-  }
-  image.send();
-}
 
 }  // namespace
 
@@ -147,19 +103,20 @@ const char* mla_decode_declines(const fovea::MlaDecodeParams& p) {
 }
 
 std::int64_t mla_decode_scratch(const OpContext& ctx, const fovea::MlaDecodeParams& p) {
-  return scratch_of(ctx, p, operands_of(p)).bytes();
+  const DecodeImage image(*p.schedule, p.cache->block_size());
+  return Workspace::rounded(image.words() * std::int64_t{sizeof(std::int32_t)}) +
+         AlignedScratch::bytes(Scratch(ctx, operands_of(p)).kernel_bytes);
 }
 
 void mla_decode(const OpContext& ctx, const fovea::MlaDecodeParams& p) {
   const CurrentDevice current(ctx.memory.device);
   Operands operands = operands_of(p);
-  const Scratch scratch = scratch_of(ctx, p, operands);
+  const Scratch scratch(ctx, operands);
+  const DecodeImage image(*p.schedule, p.cache->block_size());
   WorkspaceScope scope(*ctx.workspace);
-  upload(ctx, p, scratch, scope.take<std::int32_t>(scratch.image_words), operands);
-  const auto taken = reinterpret_cast<std::uintptr_t>(
-      scope.take_bytes(scratch.kernel_bytes + Scratch::kKernelAlignment));
-  constexpr std::uintptr_t kMask = Scratch::kKernelAlignment - 1;
-  auto* const workspace = reinterpret_cast<void*>((taken + kMask) & ~kMask);
+  Upload upload(scope.take<std::int32_t>(image.words()), stream_of(ctx));
+  image.send(p.block_table, upload, operands);
+  void* const workspace = AlignedScratch::take(scope, scratch.kernel_bytes);
   check(mla_decode_sm90_plan(operands, scratch.geometry, workspace, stream_of(ctx)),
         "plan of mla_decode");
   check(mla_decode_sm90(operands, scratch.geometry, workspace, stream_of(ctx)), "mla_decode");

@@ -95,61 +95,6 @@ __device__ __forceinline__ int fragment_index(int chunk, int j, int thread) {
   return (chunk * (kRows / 8) + j) * 128 + thread;
 }
 
-/// One float4 of a merged result: 2 channels x 2 rows.
-struct MergedValue {
-  float4 value;  ///< Sum of weight * value.
-  float2 max;    ///< Of the two rows.
-  float2 sum;
-};
-
-/// Merges `count` results: stats(i) gives (max, max), (sum, sum) of the two rows, value(i) the
-/// float4. kFlight results are asked for at once.
-template <int kFlight, typename Stats, typename Value>
-__device__ __forceinline__ MergedValue merge_values(int count, Stats stats, Value value) {
-  MergedValue merged{{0.f, 0.f, 0.f, 0.f}, {-INFINITY, -INFINITY}, {0.f, 0.f}};
-  for (int first = 0; first < count; first += kFlight) {
-    float4 v[kFlight];
-    float2 m[kFlight], l[kFlight];
-#pragma unroll
-    for (int i = 0; i < kFlight; ++i) {
-      m[i] = float2{-INFINITY, -INFINITY};
-      l[i] = float2{0.f, 0.f};
-      v[i] = float4{0.f, 0.f, 0.f, 0.f};
-      if (first + i < count) {
-        stats(first + i, m[i], l[i]);
-        v[i] = value(first + i);
-      }
-    }
-    float2 max = merged.max;
-#pragma unroll
-    for (int i = 0; i < kFlight; ++i) {
-      max.x = m[i].x > max.x || m[i].x != m[i].x ? m[i].x : max.x;
-      max.y = m[i].y > max.y || m[i].y != m[i].y ? m[i].y : max.y;
-    }
-    const float old0 = merge_weight(merged.max.x, max.x), old1 = merge_weight(merged.max.y, max.y);
-    merged.max = max;
-    merged.sum = float2{merged.sum.x * old0, merged.sum.y * old1};
-    merged.value = float4{merged.value.x * old0, merged.value.y * old1, merged.value.z * old0,
-                          merged.value.w * old1};
-#pragma unroll
-    for (int i = 0; i < kFlight; ++i) {
-      const float w0 = merge_weight(m[i].x, max.x), w1 = merge_weight(m[i].y, max.y);
-      // An empty result weighs nothing, whatever its values are.
-      if (m[i].x != -INFINITY) {
-        merged.sum.x += w0 * l[i].x;
-        merged.value.x += w0 * v[i].x;
-        merged.value.z += w0 * v[i].z;
-      }
-      if (m[i].y != -INFINITY) {
-        merged.sum.y += w1 * l[i].y;
-        merged.value.y += w1 * v[i].y;
-        merged.value.w += w1 * v[i].w;
-      }
-    }
-  }
-  return merged;
-}
-
 /// Which part of a result the float4 at `index` is.
 template <int kRows, typename Order>
 struct FragmentPlace {
@@ -219,7 +164,7 @@ __device__ __forceinline__ void merge_slice(int split, int splits, int count, St
     for (int n = 0; n < kAtOnce; ++n) {
       const int index = first + n * kOutputThreads;
       const FragmentPlace<kRows, Order> place(index);
-      merged[n] = merge_values<Order::kFlight>(
+      merged[n] = split_kv::merge_values<Order::kFlight>(
           count,
           [&](int i, float2& max, float2& sum) {
             const float* at = stats(i) + place.column;
@@ -235,23 +180,6 @@ __device__ __forceinline__ void merge_slice(int split, int splits, int count, St
     }
   }
 }
-
-/// The partial results of a job that several groups share.
-struct JobPieces {
-  std::int32_t first_group, first_slot, count;
-
-  __device__ JobPieces(const Job& job, const JobWalk& walk) {
-    const std::int32_t total = walk.total_units();
-    const std::int32_t groups = walk.groups();
-    first_group = group_of(job.first_unit, total, groups);
-    count = group_of(job.first_unit + job.num_units - 1, total, groups) - first_group + 1;
-    // The first group may have begun with another job; the others begin inside this one.
-    first_slot = 2 * first_group + (range_begin(first_group, total, groups) < job.first_unit);
-  }
-  __device__ std::int32_t slot(int piece) const {
-    return piece == 0 ? first_slot : 2 * (first_group + piece);
-  }
-};
 
 /// Called by the output warpgroups once the block's slice of the job's partial result is written:
 /// the last block to come merges that slice of all of them.
@@ -360,7 +288,9 @@ __device__ void finish_alone(const KernelParams& k, const JobWalk& walk,
   }
   __syncwarp();
   if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&s.p_empty));
-  if (!job.whole) merge_if_last<kRows, Order>(k, job, JobPieces(job, walk), partials, s);
+  if (job.whole) return;
+  const JobPieces pieces(job.first_unit, job.num_units, walk.range());
+  merge_if_last<kRows, Order>(k, job, pieces, partials, s);
 }
 
 /// The end of a job for a cluster whose blocks share its keys: each block merges one slice of the
@@ -400,7 +330,7 @@ __device__ void finish_in_cluster(const KernelParams& k, const JobWalk& walk,
   }
   ptx::named_barrier(kOutputBarrier, kOutputThreads);
   if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&s.p_empty));
-  const JobPieces pieces(job, walk);
+  const JobPieces pieces(job.first_unit, job.num_units, walk.range());
   const std::uint32_t exchanged = ptx::shared_address(&s.exchanged);
   if (threadIdx.x < splits) {
     ptx::mbarrier_arrive_cluster(

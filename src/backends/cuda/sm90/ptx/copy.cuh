@@ -77,6 +77,17 @@ __device__ __forceinline__ void copy_piece(std::uint32_t destination, const void
                : "memory");
 }
 
+/// Ends a group of this thread's copy_piece calls.
+__device__ __forceinline__ void commit_pieces() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+/// Waits until at most `pending` of this thread's groups are unfinished.
+template <int pending>
+__device__ __forceinline__ void wait_for_groups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
 /// Waits for this thread's copy_piece calls.
 __device__ __forceinline__ void wait_for_pieces() {
   asm volatile("cp.async.wait_all;" ::: "memory");

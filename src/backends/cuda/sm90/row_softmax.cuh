@@ -1,11 +1,11 @@
-// The running softmax of a computing warpgroup. Thread t holds of scores [64 rows, kKeys], with
-// g = t % 32 / 4 and c = t % 4, of rows 16 warp + g and 16 warp + g + 8 the keys 8 j + 2 c and the
-// next: score[4 j + 0, 1] in the first row, score[4 j + 2, 3] in the second.
+// The running softmax of scores in fragments of matrix products. Lane l of a warp that has 16 rows
+// holds, with g = l / 4 and c = l % 4, of rows g and g + 8 the keys 8 j + 2 c and the next:
+// score[4 j + 0, 1] in the first row, score[4 j + 2, 3] in the second.
 #pragma once
 
-#include "backends/cuda/sm90/attention_prefill/block.cuh"
+#include "backends/cuda/sm90/arithmetic.cuh"
 
-namespace fovea::cuda::prefill {
+namespace fovea::cuda {
 
 /// Of four lanes that share rows.
 __device__ __forceinline__ float max_of_quad(float x) {
@@ -106,4 +106,4 @@ struct Softmax {
   }
 };
 
-}  // namespace fovea::cuda::prefill
+}  // namespace fovea::cuda

@@ -1,9 +1,9 @@
 // The kernel that computes the schedule.
 #pragma once
 
-#include "backends/cuda/sm90/mla_decode/schedule.cuh"
+#include "backends/cuda/sm90/split_kv/schedule.cuh"
 
-namespace fovea::cuda::mla {
+namespace fovea::cuda::split_kv {
 
 constexpr int kPlanThreads = 1024;
 
@@ -32,7 +32,7 @@ __device__ inline std::int32_t block_inclusive_sum(std::int32_t value, std::int3
 }
 
 /// One block of kPlanThreads threads. Also clears the arrival counters.
-__global__ void __launch_bounds__(kPlanThreads)
+static __global__ void __launch_bounds__(kPlanThreads, 1)
     plan_kernel(ScheduleShape shape, std::int32_t num_requests,
                 const std::int32_t* __restrict__ query_start_loc,
                 const std::int32_t* __restrict__ seq_lens, GroupRange* __restrict__ ranges,
@@ -44,10 +44,10 @@ __global__ void __launch_bounds__(kPlanThreads)
   for (int i = thread; i < num_counters; i += kPlanThreads) counters[i] = 0;
 
   const auto jobs = [&](std::int32_t r) {
-    return r < num_requests ? jobs_of(query_start_loc[r + 1] - query_start_loc[r], shape) : 0;
+    return r < num_requests ? shape.jobs(query_start_loc[r + 1] - query_start_loc[r]) : 0;
   };
   const auto job_units_of = [&](std::int32_t r) {
-    return units_of(seq_lens[r], query_start_loc[r + 1] - query_start_loc[r], shape.window_left);
+    return shape.units(seq_lens[r], query_start_loc[r + 1] - query_start_loc[r]);
   };
   const auto units = [&](std::int32_t r) {
     return r < num_requests ? jobs(r) * job_units_of(r) : 0;
@@ -124,4 +124,4 @@ __global__ void __launch_bounds__(kPlanThreads)
   __threadfence();  // The kernel after this one may read the schedule before it waits for this one.
 }
 
-}  // namespace fovea::cuda::mla
+}  // namespace fovea::cuda::split_kv

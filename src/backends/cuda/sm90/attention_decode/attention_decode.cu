@@ -1,0 +1,154 @@
+#include "backends/cuda/sm90/attention_decode/attention_decode.h"
+
+#include <algorithm>
+
+#include "backends/cuda/sm90/attention_decode/kernel.cuh"
+#include "backends/cuda/sm90/split_kv/plan.cuh"
+
+namespace fovea::cuda {
+namespace {
+
+using namespace decode;
+
+/// The kernel of a launch.
+struct Function {
+  void (*kernel)(KernelParams);
+  int shared_bytes;
+  int dim;
+  int blocks_per_multiprocessor;
+};
+
+template <typename T, int kDim>
+Function function() {
+  using W = Width<T, kDim>;
+  static_assert((sizeof(SharedMemory<W>) + 1024) * W::kBlocksPerMultiprocessor <= 228 * 1024);
+  return {decode_kernel<W>, sizeof(SharedMemory<W>), kDim, W::kBlocksPerMultiprocessor};
+}
+
+template <typename T>
+Function function_of_type(const DecodeParams& p) {
+  const std::int32_t dim = std::max(p.qk_dim, p.v_dim);
+  return dim <= 64 ? function<T, 64>() : dim <= 128 ? function<T, 128>() : function<T, 256>();
+}
+
+Function function_of(const DecodeParams& p) {
+  return p.type == ElementType::bf16 ? function_of_type<__nv_bfloat16>(p)
+                                     : function_of_type<__half>(p);
+}
+
+std::size_t aligned(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+/// Where the parts of a workspace lie, in bytes from its start.
+struct WorkspaceLayout {
+  std::size_t counters, stats, out, bytes;
+  std::int32_t num_counters;
+
+  WorkspaceLayout(std::int32_t groups, int dim) {
+    num_counters = 2 * groups;
+    counters = aligned(sizeof(split_kv::GroupRange) * groups);
+    stats = counters + aligned(sizeof(std::uint32_t) * num_counters);
+    out = stats + aligned(sizeof(float) * 2 * kRows * num_counters);
+    bytes = out + sizeof(float) * kRows * dim * num_counters;
+  }
+};
+
+cudaError_t groups_of(const Function& f, std::int32_t* groups) {
+  int device = 0, multiprocessors = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return status;
+  status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  *groups = multiprocessors * f.blocks_per_multiprocessor;
+  return status;
+}
+
+split_kv::ScheduleShape shape_of(const DecodeParams& p, std::int32_t groups) {
+  return {.num_groups = groups,
+          .kv_heads = p.num_kv_heads,
+          .heads = p.num_heads / p.num_kv_heads,
+          .rows_per_job = kRows,
+          .splits_per_group = 1,
+          .window_left = static_cast<std::int32_t>(p.variant.window_left),
+          .attention_chunk = static_cast<std::int32_t>(p.variant.attention_chunk)};
+}
+
+bool is_multiple(const void* pointer, std::uintptr_t of) {
+  return reinterpret_cast<std::uintptr_t>(pointer) % of == 0;
+}
+
+}  // namespace
+
+const char* attention_decode_sm90_declines(const DecodeParams& p) {
+  if (p.type == ElementType::f32) return "queries must be bf16 or f16";
+  if (std::max(p.qk_dim, p.v_dim) > 256) return "heads must have at most 256 channels";
+  if ((p.qk_dim | p.v_dim) % 8 != 0) return "widths must be multiples of 8";
+  for (const HeadRows* rows : {&p.k_cache, &p.v_cache}) {
+    const std::int64_t strides = rows->head_stride | rows->row_stride | rows->block_stride;
+    if (!is_multiple(rows->data, 16) || strides % 8 != 0) return "rows must be 16-byte aligned";
+  }
+  if (!is_multiple(p.q, 16) || (p.q_row_stride | p.q_head_stride) % 8 != 0) {
+    return "query rows must be 16-byte aligned";
+  }
+  const std::uintptr_t pair = p.out_type == ElementType::f32 ? 8 : 4;
+  if (!is_multiple(p.out, pair) || (p.out_row_stride | p.out_head_stride) % 2 != 0) {
+    return "output rows must be aligned to pairs of elements";
+  }
+  if (p.k_cache.block_size > INT32_MAX || p.variant.window_left > INT32_MAX ||
+      p.variant.attention_chunk > INT32_MAX) {
+    return "block size, window and chunk must be below 2^31";
+  }
+  return nullptr;
+}
+
+cudaError_t attention_decode_sm90_workspace_bytes(const DecodeParams& p, std::size_t* bytes) {
+  const Function f = function_of(p);
+  std::int32_t groups = 0;
+  const cudaError_t status = groups_of(f, &groups);
+  *bytes = WorkspaceLayout(groups, f.dim).bytes;
+  return status;
+}
+
+cudaError_t attention_decode_sm90_plan(const DecodeParams& p, void* workspace,
+                                       cudaStream_t stream) {
+  const Function f = function_of(p);
+  std::int32_t groups = 0;
+  const cudaError_t status = groups_of(f, &groups);
+  if (status != cudaSuccess) return status;
+  const WorkspaceLayout layout(groups, f.dim);
+  auto* base = static_cast<std::byte*>(workspace);
+  split_kv::plan_kernel<<<1, split_kv::kPlanThreads, 0, stream>>>(
+      shape_of(p, groups), p.num_requests, p.query_start_loc, p.seq_lens,
+      reinterpret_cast<split_kv::GroupRange*>(base),
+      reinterpret_cast<std::uint32_t*>(base + layout.counters), layout.num_counters);
+  return cudaGetLastError();
+}
+
+cudaError_t attention_decode_sm90(const DecodeParams& p, void* workspace, cudaStream_t stream) {
+  const Function f = function_of(p);
+  std::int32_t groups = 0;
+  cudaError_t status = groups_of(f, &groups);
+  if (status != cudaSuccess) return status;
+  status = cudaFuncSetAttribute(f.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                f.shared_bytes);
+  if (status != cudaSuccess) return status;
+  const WorkspaceLayout layout(groups, f.dim);
+  auto* base = static_cast<std::byte*>(workspace);
+  KernelParams params{p,
+                      shape_of(p, groups),
+                      reinterpret_cast<const split_kv::GroupRange*>(base),
+                      reinterpret_cast<std::uint32_t*>(base + layout.counters),
+                      reinterpret_cast<float*>(base + layout.stats),
+                      reinterpret_cast<float4*>(base + layout.out)};
+  cudaLaunchConfig_t config{};
+  cudaLaunchAttribute attribute{};
+  config.gridDim = dim3(static_cast<unsigned>(groups));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = static_cast<std::size_t>(f.shared_bytes);
+  config.stream = stream;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, f.kernel, params);
+}
+
+}  // namespace fovea::cuda

@@ -1,0 +1,83 @@
+// The schedule of decode kernels: which keys of which request each group of blocks reads. It is
+// computed on the device from the lengths, and its size depends on the number of groups alone, so
+// that a CUDA graph can be replayed with other lengths.
+//
+// A job is what one group does at a time: rows of a request that share keys, over all of these, in
+// units of kKeyTile keys; a job without keys is one unit, which writes zeros. The units of all
+// jobs, in order of requests, are cut into equal ranges, one per group; of a batch so small that a
+// group's blocks would not get a unit each, fewer groups take part. Only a group's first and last
+// job can be shared with other groups, so two partial results per group are enough. Where one job
+// per group leaves no group with much more than an equal share, nothing is cut and nothing to be
+// merged.
+#pragma once
+
+#include <cstdint>
+
+namespace fovea::cuda::split_kv {
+
+constexpr int kKeyTile = 64;
+
+/// One group's range. 48 bytes, read as three 16-byte words.
+struct alignas(16) GroupRange {
+  std::int32_t request;         ///< Of the first job.
+  std::int32_t job;             ///< First job among its request's.
+  std::int32_t tile;            ///< First key tile of the first job, among those it sees.
+  std::int32_t units;           ///< Units of the range.
+  std::int32_t job_first_unit;  ///< Unit number of the first job's start.
+  std::int32_t total_units;     ///< Of the whole batch.
+  std::int32_t seq_len;         ///< Of the first job's request, as the three below.
+  std::int32_t query_begin;
+  std::int32_t query_len;
+  std::int32_t active_groups;  ///< Groups that have units: the first ones.
+  std::int32_t padding[2];
+};
+
+struct ScheduleShape {
+  std::int32_t num_groups;
+  std::int32_t kv_heads;      ///< Each has jobs of its own.
+  std::int32_t heads;         ///< Query heads that share a key head.
+  std::int32_t rows_per_job;  ///< Rows are query tokens x heads.
+  std::int32_t splits_per_group;
+  std::int32_t window_left;      ///< Negative: none.
+  std::int32_t attention_chunk;  ///< 0: none.
+
+  /// Jobs of one key head.
+  __host__ __device__ std::int32_t row_jobs(std::int32_t query_len) const {
+    return (query_len * heads + rows_per_job - 1) / rows_per_job;
+  }
+  __host__ __device__ std::int32_t jobs(std::int32_t query_len) const {
+    return kv_heads * row_jobs(query_len);
+  }
+  /// The first key that some query token of the request sees, if there are keys.
+  __host__ __device__ std::int32_t first_key(std::int32_t seq_len, std::int32_t query_len) const {
+    const std::int32_t position = seq_len - query_len;
+    std::int32_t key = window_left < 0 ? 0 : position - window_left;
+    if (attention_chunk > 0) {
+      const std::int32_t chunk = position / attention_chunk * attention_chunk;
+      key = key > chunk ? key : chunk;
+    }
+    return key > 0 ? key : 0;
+  }
+  __host__ __device__ std::int32_t first_tile(std::int32_t seq_len, std::int32_t query_len) const {
+    return first_key(seq_len, query_len) / kKeyTile;
+  }
+  /// Key tiles of a job.
+  __host__ __device__ std::int32_t units(std::int32_t seq_len, std::int32_t query_len) const {
+    if (seq_len <= 0) return 1;
+    return (seq_len + kKeyTile - 1) / kKeyTile - first_tile(seq_len, query_len);
+  }
+};
+
+/// First unit of group `g`: g * total / groups.
+__host__ __device__ inline std::int32_t range_begin(std::int32_t g, std::int32_t total,
+                                                    std::int32_t groups) {
+  return static_cast<std::int32_t>(static_cast<std::int64_t>(g) * total / groups);
+}
+
+/// The group whose range holds `unit`, given no more groups than units.
+__host__ __device__ inline std::int32_t group_of(std::int32_t unit, std::int32_t total,
+                                                 std::int32_t groups) {
+  return static_cast<std::int32_t>((static_cast<std::int64_t>(unit + 1) * groups - 1) / total);
+}
+
+}  // namespace fovea::cuda::split_kv

@@ -1,0 +1,311 @@
+// Checks grouped-query decode against a float64 reference, then times it (timing.h says how).
+//
+//   attention_decode_bench [--check] [--time] [--only NAME] [--json FILE] [--commit ID]
+//     [--seconds S]
+#include <cmath>
+#include <numeric>
+#include <random>
+#include <string>
+
+#include "backends/cuda/sm90/attention_decode/attention_decode.h"
+#include "cuda/timing.h"
+#include "variants/visibility.h"
+
+namespace fovea::cuda::test {
+namespace {
+
+struct Shape {
+  std::string name;
+  std::int32_t heads = 32, kv_heads = 8;
+  std::int32_t dim = 128;
+  std::vector<std::int32_t> query_lens, seq_lens;
+  std::int64_t block_size = 64;
+  AttentionVariant variant;
+  bool sinks = false;
+};
+
+/// Device memory of a shape. Blocks are shuffled.
+class Case {
+ public:
+  Case(const Shape& shape, int copies) : shape(shape) {
+    const std::size_t requests = shape.query_lens.size();
+    starts_.push_back(0);
+    std::int64_t blocks = 0, width = 0;
+    for (std::size_t r = 0; r < requests; ++r) {
+      starts_.push_back(starts_.back() + shape.query_lens[r]);
+      const std::int64_t used = (shape.seq_lens[r] + shape.block_size - 1) / shape.block_size;
+      blocks += used;
+      width = std::max(width, used);
+    }
+    std::vector<std::int32_t> ids(blocks);
+    std::iota(ids.begin(), ids.end(), 0);
+    std::shuffle(ids.begin(), ids.end(), std::mt19937(3));
+    table_.assign(requests * width, 1 << 30);
+    for (std::size_t r = 0, next = 0; r < requests; ++r) {
+      const std::int64_t used = (shape.seq_lens[r] + shape.block_size - 1) / shape.block_size;
+      for (std::int64_t b = 0; b < used; ++b) table_[r * width + b] = ids[next++];
+    }
+    params.num_requests = static_cast<std::int32_t>(requests);
+    params.num_heads = shape.heads;
+    params.num_kv_heads = shape.kv_heads;
+    params.qk_dim = params.v_dim = shape.dim;
+    d_starts_ = DeviceArray<std::int32_t>(starts_);
+    d_lens_ = DeviceArray<std::int32_t>(shape.seq_lens);
+    d_table_ = DeviceArray<std::int32_t>(table_);
+    params.query_start_loc = d_starts_.data();
+    params.seq_lens = d_lens_.data();
+    params.block_table = d_table_.data();
+    params.block_table_stride = width;
+    const std::int64_t row = std::int64_t{shape.heads} * shape.dim;
+    q_ = DeviceArray<std::uint16_t>(starts_.back() * row);
+    fill_random<<<1320, 256>>>(q_.data(), q_.size(), 1);
+    params.q = q_.data();
+    params.q_row_stride = row;
+    params.q_head_stride = shape.dim;
+    const std::int64_t kv_row = std::int64_t{shape.kv_heads} * shape.dim;
+    cache_elements_ = blocks * shape.block_size * kv_row;
+    for (auto [memory, rows] : {std::pair{&k_, &params.k_cache}, {&v_, &params.v_cache}}) {
+      *memory = DeviceArray<std::uint16_t>(cache_elements_ * copies);
+      fill_random<<<1320, 256>>>(memory->data(), memory->size(), rows == &params.k_cache ? 2 : 3);
+      *rows = {memory->data(), shape.dim, shape.kv_heads, shape.block_size, blocks, shape.dim,
+               kv_row, shape.block_size * kv_row};
+    }
+    out_ = DeviceArray<std::uint16_t>(starts_.back() * row);
+    lse_ = DeviceArray<float>(std::int64_t{starts_.back()} * shape.heads);
+    params.out = out_.data();
+    params.out_row_stride = row;
+    params.out_head_stride = shape.dim;
+    params.lse = lse_.data();
+    params.lse_head_stride = starts_.back();
+    params.lse_row_stride = 1;
+    params.sm_scale = 1.f / std::sqrt(static_cast<float>(shape.dim));
+    params.variant = shape.variant;
+    if (shape.sinks) {
+      for (int n = 0; n < shape.heads; ++n) sinks_.push_back(0.3f * static_cast<float>(n) - 2.f);
+      d_sinks_ = DeviceArray<float>(sinks_);
+      params.sinks = d_sinks_.data();
+    }
+    std::size_t bytes = 0;
+    check_cuda(attention_decode_sm90_workspace_bytes(params, &bytes), "workspace");
+    workspace_ = DeviceArray<std::uint8_t>(bytes);
+    workspace_.poison();
+    check_cuda(attention_decode_sm90_plan(params, workspace_.data(), nullptr), "plan");
+  }
+
+  void run(int copy, cudaStream_t stream) const {
+    DecodeParams p = params;
+    for (HeadRows* rows : {&p.k_cache, &p.v_cache}) {
+      rows->data = static_cast<const std::uint16_t*>(rows->data) + copy * cache_elements_;
+    }
+    check_cuda(attention_decode_sm90(p, workspace_.data(), stream), shape.name.c_str());
+  }
+
+  /// Of all keys and values.
+  std::size_t bytes() const { return static_cast<std::size_t>(cache_elements_) * 4; }
+
+  int check() const;
+
+  Shape shape;
+  DecodeParams params;
+
+ private:
+  /// Whether row `row` of head `head` is right; prints it if not.
+  bool is_right(std::size_t request, std::int32_t token, std::int32_t head) const;
+
+  std::vector<std::int32_t> starts_, table_;
+  std::vector<float> sinks_;
+  std::int64_t cache_elements_ = 0;
+  DeviceArray<std::int32_t> d_starts_, d_lens_, d_table_;
+  DeviceArray<std::uint16_t> q_, k_, v_, out_;
+  DeviceArray<float> lse_, d_sinks_;
+  DeviceArray<std::uint8_t> workspace_;
+  mutable std::vector<std::uint16_t> host_q_, host_k_, host_v_, host_out_;
+  mutable std::vector<float> host_lse_;
+  mutable double worst_ = 0;
+};
+
+double bf16(const std::vector<std::uint16_t>& data, std::int64_t at) {
+  return decode(ElementType::bf16, data.data(), static_cast<std::size_t>(at));
+}
+
+bool Case::is_right(std::size_t request, std::int32_t token, std::int32_t head) const {
+  const std::int32_t kv_head = head / (shape.heads / shape.kv_heads);
+  const SequenceExtent extent{shape.query_lens[request], shape.seq_lens[request]};
+  const KeyInterval keys = visible_keys(shape.variant, token, extent);
+  const std::int64_t row = starts_[request] + token;
+  const auto place = [&](std::int64_t key) {
+    const std::int64_t block =
+        table_[request * params.block_table_stride + key / shape.block_size];
+    return ((block * shape.block_size + key % shape.block_size) * shape.kv_heads + kv_head) *
+           shape.dim;
+  };
+  const std::int64_t q_at = (row * shape.heads + head) * shape.dim;
+  std::vector<double> weight, value(shape.dim, 0.0);
+  double max = -INFINITY, sum = 0;
+  for (std::int64_t key = keys.begin; key < keys.end; ++key) {
+    double score = 0;
+    for (int d = 0; d < shape.dim; ++d) {
+      score += bf16(host_q_, q_at + d) * bf16(host_k_, place(key) + d);
+    }
+    score *= params.sm_scale;
+    const double cap = shape.variant.soft_cap;
+    if (cap > 0) score = cap * std::tanh(score / cap);
+    weight.push_back(score);
+    max = std::max(max, score);
+  }
+  for (double& w : weight) sum += w = std::exp(w - max);
+  const double denominator = sum + (sinks_.empty() ? 0 : std::exp(sinks_[head] - max));
+  for (std::int64_t key = keys.begin; key < keys.end; ++key) {
+    const double w = weight[key - keys.begin] / denominator;
+    for (int d = 0; d < shape.dim; ++d) value[d] += w * bf16(host_v_, place(key) + d);
+  }
+  double error = 0, norm = 1e-6;
+  for (int d = 0; d < shape.dim; ++d) {
+    const double got = bf16(host_out_, q_at + d);
+    error = std::max(error, std::isnan(got) ? INFINITY : std::abs(got - value[d]));
+    norm = std::max(norm, std::abs(value[d]));
+  }
+  const double want_lse = sum > 0 ? max + std::log(sum) : -INFINITY;
+  const double got_lse = host_lse_[head * params.lse_head_stride + row];
+  const bool lse_right = want_lse == got_lse || std::abs(want_lse - got_lse) < 3e-4;
+  worst_ = std::max(worst_, error / norm);
+  if (error <= 0.012 * norm && lse_right) return true;
+  std::printf("FAIL %s: request %zu token %d head %d: error %g of %g, lse %g expected %g\n",
+              shape.name.c_str(), request, token, head, error, norm, got_lse, want_lse);
+  return false;
+}
+
+int Case::check() const {
+  out_.poison();
+  lse_.poison();
+  host_q_ = q_.get();
+  host_k_ = k_.get();
+  host_v_ = v_.get();
+  for (int round = 0; round < 2; ++round) {  // The counters must come back to 0.
+    run(0, nullptr);
+    check_cuda(cudaDeviceSynchronize(), shape.name.c_str());
+  }
+  host_out_ = out_.get();
+  host_lse_ = lse_.get();
+  for (std::size_t r = 0; r < shape.query_lens.size(); ++r) {
+    for (std::int32_t token = 0; token < shape.query_lens[r]; ++token) {
+      const std::int32_t step = shape.seq_lens[r] > 500 ? 3 : 1;
+      for (std::int32_t head = 0; head < shape.heads; head += step) {
+        if (!is_right(r, token, head)) return 1;
+      }
+    }
+  }
+  std::printf("ok %s (%.4f)\n", shape.name.c_str(), worst_);
+  std::fflush(stdout);
+  return 0;
+}
+
+int run_checks(const std::string& only) {
+  std::vector<std::int32_t> ones(200, 1), lens;
+  std::mt19937 random(5);
+  for (int i = 0; i < 200; ++i) lens.push_back(static_cast<std::int32_t>(random() % 300));
+  const AttentionVariant causal, full{.causal = false};
+  const Shape shapes[] = {
+      {"one key", 8, 2, 128, {1}, {1}},
+      {"one tile", 8, 2, 128, {1}, {64}},
+      {"long", 8, 2, 128, {1}, {5001}},
+      {"64 channels", 16, 4, 64, {1, 1}, {1000, 70}},
+      {"256 channels", 16, 4, 256, {1, 1}, {1000, 70}},
+      {"zero lengths", 8, 8, 128, {1, 1, 0, 1}, {0, 130, 40, 0}, 16},
+      {"tokens", 32, 8, 128, {4, 1, 7, 2}, {900, 65, 70, 1}, 32},
+      {"tokens, not causal", 32, 8, 128, {4, 1, 7, 2}, {900, 65, 70, 1}, 32, full},
+      {"more tokens than keys", 8, 2, 64, {5, 3}, {2, 70}, 64},
+      {"group of 20", 20, 1, 128, {1, 2}, {300, 500}, 48},
+      {"blocks of 1", 8, 2, 128, {1, 1}, {333, 130}, 1},
+      {"blocks of 3", 8, 2, 64, {1, 1}, {333, 130}, 3},
+      {"blocks of 256", 8, 2, 128, {1, 1}, {1333, 130}, 256},
+      {"window 127, sinks", 64, 8, 128, {1, 3}, {1333, 130}, 64, {.window_left = 127}, true},
+      {"window 0", 8, 8, 128, {1, 3}, {1333, 130}, 16, {.window_left = 0}, true},
+      {"chunk, cap", 8, 2, 128, {1, 3}, {1000, 258}, 16,
+       {.attention_chunk = 256, .soft_cap = 3.f}},
+      {"many requests", 8, 2, 128, ones, lens, 16, causal}};
+  int failures = 0;
+  for (const Shape& shape : shapes) {
+    if (shape.name.find(only) == std::string::npos) continue;
+    const Case c(shape, 1);
+    if (const char* reason = attention_decode_sm90_declines(c.params)) {
+      std::printf("FAIL %s declined: %s\n", shape.name.c_str(), reason);
+      ++failures;
+      continue;
+    }
+    failures += c.check();
+  }
+  std::printf("%d failed\n", failures);
+  return failures;
+}
+
+Shape timed(const std::string& name, int batch, int heads, int kv, AttentionVariant variant = {}) {
+  Shape shape{name, heads, 8, 128};
+  shape.query_lens.assign(batch, 1);
+  shape.seq_lens.assign(batch, kv);
+  shape.variant = variant;
+  return shape;
+}
+
+void run_timings(const std::string& only, double seconds, const char* json, const char* commit) {
+  const Shape shapes[] = {
+      timed("gqa_decode_b128_32_8_kv16384", 128, 32, 16384),
+      timed("gqa_decode_b128_64_8_kv8192_w127", 128, 64, 8192, {.window_left = 127}),
+      timed("gqa_decode_b128_64_8_kv8192", 128, 64, 8192),
+      timed("gqa_decode_b1_32_8_kv32768", 1, 32, 32768),
+      timed("gqa_decode_b8_32_8_kv8192", 8, 32, 8192)};
+  std::string results;
+  for (const Shape& shape : shapes) {
+    if (shape.name.find(only) == std::string::npos) continue;
+    // A window leaves most rows unread: copies are counted by what is read.
+    const double visible = shape.variant.window_left < 0
+                               ? 1.0 * shape.seq_lens[0]
+                               : static_cast<double>(shape.variant.window_left + 1);
+    const double read = visible * static_cast<double>(shape.seq_lens.size()) * shape.kv_heads *
+                        shape.dim * 4;
+    const int copies = copies_beyond_cache(static_cast<std::size_t>(read));
+    const int held = shape.variant.window_left < 0 ? copies : std::min(copies, 4);
+    const Case c(shape, held);
+    const double us = time_per_call(held, seconds, [&](int copy, cudaStream_t stream) {
+      c.run(copy, stream);
+    });
+    const double tb_s = read / us * 1e-6;
+    std::printf("%-38s %9.2f us %7.3f TB/s\n", shape.name.c_str(), us, tb_s);
+    std::fflush(stdout);
+    char line[160];
+    std::snprintf(line, sizeof line, "    {\"name\": \"%s\", \"us\": %.3f, \"tb_s\": %.4f}",
+                  shape.name.c_str(), us, tb_s);
+    results += (results.empty() ? "" : ",\n") + std::string(line);
+  }
+  if (json == nullptr) return;
+  cudaDeviceProp device{};
+  check_cuda(cudaGetDeviceProperties(&device, 0), "properties");
+  std::FILE* file = std::fopen(json, "w");
+  std::fprintf(file,
+               "{\n  \"device\": \"%s\",\n  \"commit\": \"%s\",\n  \"results\": [\n%s\n  ]\n}\n",
+               device.name, commit, results.c_str());
+  std::fclose(file);
+}
+
+}  // namespace
+}  // namespace fovea::cuda::test
+
+int main(int argc, char** argv) {
+  bool check = false, time = false;
+  double seconds = 0.3;
+  const char* json = nullptr;
+  const char* commit = "";
+  std::string only;
+  for (int i = 1; i < argc; ++i) {
+    const std::string option = argv[i];
+    if (option == "--check") check = true;
+    if (option == "--time") time = true;
+    if (option == "--only" && i + 1 < argc) only = argv[++i];
+    if (option == "--json" && i + 1 < argc) json = argv[++i];
+    if (option == "--commit" && i + 1 < argc) commit = argv[++i];
+    if (option == "--seconds" && i + 1 < argc) seconds = std::atof(argv[++i]);
+  }
+  const int failures = check ? fovea::cuda::test::run_checks(only) : 0;
+  if (time) fovea::cuda::test::run_timings(only, seconds, json, commit);
+  return failures == 0 ? 0 : 1;
+}
