@@ -64,7 +64,7 @@ typedef struct fovea_runtime fovea_runtime;
 /* All zeros is the default; fovea/runtime.h says what each means. */
 typedef struct fovea_runtime_options {
   const char* backend; /* "auto" (or NULL), "cpu", "reference" or "cuda". */
-  const char* isa;     /* "auto" (or NULL), "scalar", "avx2", "avx512" or "avx512_bf16"; "plain". */
+  const char* isa;     /* As RuntimeOptions::isa of runtime.h; NULL: "auto". */
   int32_t num_threads; /* 0: the processors that this process may use. */
   int32_t batch_invariant;
   int32_t cuda_device;

@@ -12,8 +12,8 @@ namespace fovea {
 struct RuntimeOptions {
   /// "auto" (FOVEA_BACKEND, else "cpu"), "cpu", "reference" or "cuda".
   std::string backend = "auto";
-  /// "auto" (FOVEA_ISA, else the fastest that this processor has), "scalar", "avx2", "avx512" or
-  /// "avx512_bf16"; with "cuda": "auto", or "plain" for the kernels of any GPU alone.
+  /// "auto" (FOVEA_ISA, else the fastest that this processor has), "scalar", "avx2", "avx512",
+  /// "avx512_bf16" or "neon"; with "cuda": "auto", or "plain" for the kernels of any GPU alone.
   std::string isa = "auto";
   /// Borrowed; must outlive the runtime. Null: a std::thread pool of num_threads.
   ThreadPool* pool = nullptr;

@@ -80,8 +80,8 @@ works on just then.
 
 Args:
     backend: "auto" (the environment's FOVEA_BACKEND, else "cpu"), "cpu", "reference" or "cuda".
-    isa: "auto" (FOVEA_ISA, else the best of this processor), "scalar", "avx2", "avx512" or
-        "avx512_bf16"; of "cuda" "auto", or "plain": only the kernels of any GPU.
+    isa: "auto" (FOVEA_ISA, else the best of this processor), "scalar", "avx2", "avx512",
+        "avx512_bf16" or "neon"; of "cuda" "auto", or "plain": only the kernels of any GPU.
     num_threads: 0 takes the processors that this process may use.
     batch_invariant: the bits of a row depend on its own inputs alone, not on its batch mates or
         the number of threads.
@@ -113,7 +113,7 @@ Raises:
           "\"cpu\", \"reference\" or \"cuda\".")
       .def_prop_ro(
           "isa", [](const SharedRuntime& r) { return std::string(r.get().isa()); },
-          "\"scalar\", \"avx2\", \"avx512\" or \"avx512_bf16\"; on a GPU \"sm_90\", its like or "
+          "\"scalar\", \"avx2\", \"avx512\", \"avx512_bf16\" or \"neon\"; on a GPU \"sm_90\" or "
           "\"plain\".")
       .def_prop_ro(
           "num_threads", [](const SharedRuntime& r) { return r.get().num_threads(); },

@@ -49,8 +49,8 @@ Isa pick_isa(const Choice& choice) {
                 choice.name, choice.value, cpu_features(), available);
     return isa;
   }
-  fail(ErrorCode::invalid_argument, "{} is \"{}\"; it must be auto, scalar, avx2, avx512 or "
-       "avx512_bf16",
+  fail(ErrorCode::invalid_argument, "{} is \"{}\"; it must be auto, scalar, avx2, avx512, "
+       "avx512_bf16 or neon",
        choice.name, choice.value);
 }
 
@@ -144,6 +144,8 @@ std::string cpu_features() {
   for (const auto& [name, present] : known) {
     if (present) features += (features.empty() ? "" : " ") + std::string(name);
   }
+#elif defined(__aarch64__)
+  features = "ASIMD";
 #endif
   return features.empty() ? "no vector extensions that fovea uses" : features;
 }

@@ -84,7 +84,7 @@ TEST_F(RuntimeTest, ReferenceIsAlone) {
 }
 
 TEST_F(RuntimeTest, AForcedInstructionSetIsTheOneThatRuns) {
-  for (const char* isa : {"scalar", "avx2", "avx512", "avx512_bf16"}) {
+  for (const char* isa : {"scalar", "avx2", "avx512", "avx512_bf16", "neon"}) {
     const ScopedVariable variable("FOVEA_ISA", isa);
     try {
       const Runtime runtime(with("auto", "auto"));

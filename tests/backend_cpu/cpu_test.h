@@ -26,6 +26,8 @@ class IsaTest : public ::testing::TestWithParam<Isa> {
     if (GetParam() == Isa::avx2) return cpu::avx2::kKernels;
     if (GetParam() == Isa::avx512) return cpu::avx512::kKernels;
     if (GetParam() == Isa::avx512_bf16) return cpu::avx512_bf16::kKernels;
+#elif defined(__aarch64__)
+    if (GetParam() == Isa::neon) return cpu::neon::kKernels;
 #endif
     return cpu::scalar::kKernels;
   }

@@ -8,10 +8,11 @@ namespace fovea {
 bool has_isa(Isa isa) { return isa == Isa::scalar; }
 Isa best_isa() { return Isa::scalar; }
 std::string_view name_of(Isa isa) {
-  return isa == Isa::scalar   ? "scalar"
-         : isa == Isa::avx2   ? "avx2"
-         : isa == Isa::avx512 ? "avx512"
-                              : "avx512_bf16";
+  return isa == Isa::scalar        ? "scalar"
+         : isa == Isa::avx2        ? "avx2"
+         : isa == Isa::avx512      ? "avx512"
+         : isa == Isa::avx512_bf16 ? "avx512_bf16"
+                                   : "neon";
 }
 
 const Backend* cpu_backend(Isa isa) { return has_isa(isa) ? &reference_backend() : nullptr; }

@@ -27,8 +27,8 @@ inline RuntimeOptions options_of(const std::string& backend, int num_threads) {
   return options;
 }
 
-inline constexpr const char* kBackends[] = {"reference",   "scalar", "avx2",      "avx512",
-                                            "avx512_bf16", "cuda",   "cuda_plain"};
+inline constexpr const char* kBackends[] = {"reference",   "scalar", "avx2", "avx512",
+                                            "avx512_bf16", "neon",   "cuda", "cuda_plain"};
 
 /// Why this machine cannot run a backend; empty when it can.
 inline std::string why_unavailable(const std::string& backend) {

@@ -34,9 +34,9 @@ struct Target {
 };
 
 std::vector<Target> make_targets(const RuntimeArgs& args) {
-  constexpr std::array<std::array<const char*, 2>, 5> kAll = {
+  constexpr std::array<std::array<const char*, 2>, 6> kAll = {
       {{"reference", "scalar"}, {"cpu", "scalar"}, {"cpu", "avx2"}, {"cpu", "avx512"},
-       {"cpu", "avx512_bf16"}}};
+       {"cpu", "avx512_bf16"}, {"cpu", "neon"}}};
   std::vector<Target> targets;
   for (const auto& [backend, isa] : kAll) {
     if (args.backend != "auto" && args.backend != backend) continue;

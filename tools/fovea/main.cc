@@ -32,7 +32,7 @@ constexpr const char* kFooter =
     "  130  interrupted\n"
     "Environment:\n"
     "  FOVEA_BACKEND=cpu|reference             kernels where --backend is not given\n"
-    "  FOVEA_ISA=scalar|avx2|avx512|avx512_bf16  their instructions (default: the fastest "
+    "  FOVEA_ISA=scalar|avx2|avx512|avx512_bf16|neon  their instructions (default: the fastest "
     "here)\n"
     "  FOVEA_LINEAR=onednn|plain|auto          matrix products\n"
     "  OMP_WAIT_POLICY=passive                 threads that wait sleep: for shared machines";

@@ -10,6 +10,7 @@ constexpr char kScalar[] = "scalar";
 constexpr char kAvx2[] = "avx2";
 constexpr char kAvx512[] = "avx512";
 constexpr char kAvx512Bf16[] = "avx512_bf16";
+constexpr char kNeon[] = "neon";
 
 /// An op over one instruction set's kernels.
 template <const cpu::Kernels& kernels, class Params,
@@ -82,6 +83,9 @@ const Backend* cpu_backend(Isa isa) {
       return &Table<kAvx512, cpu::avx512::kKernels>::kBackend;
     case Isa::avx512_bf16:
       return &Table<kAvx512Bf16, cpu::avx512_bf16::kKernels>::kBackend;
+#elif defined(__aarch64__)
+    case Isa::neon:
+      return &Table<kNeon, cpu::neon::kKernels>::kBackend;
 #endif
     default:
       return &Table<kScalar, cpu::scalar::kKernels>::kBackend;

@@ -18,14 +18,13 @@ bool has_isa(Isa isa) {
     case Isa::avx512_bf16:
       return has_isa(Isa::avx512) && __builtin_cpu_supports("avx512bf16") &&
              __builtin_cpu_supports("avx512vnni");
-#else
-    case Isa::avx2:
-    case Isa::avx512:
-    case Isa::avx512_bf16:
-      return false;
+#elif defined(__aarch64__)
+    case Isa::neon:
+      return true;
 #endif
+    default:
+      return false;
   }
-  return false;
 }
 
 namespace {
@@ -60,6 +59,8 @@ std::string_view name_of(Isa isa) {
       return "avx512";
     case Isa::avx512_bf16:
       return "avx512_bf16";
+    case Isa::neon:
+      return "neon";
   }
   return "";
 }

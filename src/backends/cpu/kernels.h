@@ -202,5 +202,8 @@ extern const Kernels kKernels;
 namespace avx512_bf16 {
 extern const Kernels kKernels;
 }
+namespace neon {
+extern const Kernels kKernels;
+}
 
 }  // namespace fovea::cpu

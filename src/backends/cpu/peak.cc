@@ -19,6 +19,10 @@ const Kernels& kernels_of(const OpContext& ctx) {
     if (backend == cpu_backend(Isa::avx512)) return avx512::kKernels;
     if (backend == cpu_backend(Isa::avx2)) return avx2::kKernels;
   }
+#elif defined(__aarch64__)
+  for (const Backend* backend : ctx.backends) {
+    if (backend == cpu_backend(Isa::neon)) return neon::kKernels;
+  }
 #endif
   return scalar::kKernels;
 }

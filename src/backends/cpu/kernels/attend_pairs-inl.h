@@ -247,7 +247,7 @@ void attend_pairs(const PairTile& tile) {
 /// Channels [c, c + count) of a row of values, or zeros, up to 2 * kLanes.
 FOVEA_INLINE void copy_channels(const BFloat16* row, std::int64_t c, std::int64_t count,
                                 BFloat16* dst) {
-  __builtin_memset(dst, 0, 2 * kLanes * sizeof(BFloat16));
+  for (int i = 0; i < 2 * kLanes; ++i) dst[i] = BFloat16{0};
   if (row) __builtin_memcpy(dst, row + c, static_cast<std::size_t>(count) * sizeof(BFloat16));
 }
 

@@ -1,0 +1,16 @@
+// Every kernel, with internal linkage, for one instruction set. Each part needs those before it.
+#define FOVEA_CPU_ISA neon
+#define FOVEA_CPU_PAIRS nullptr
+
+// clang-format off
+#include "backends/cpu/kernels.h"
+#include "backends/cpu/simd/neon.h"
+#include "backends/cpu/simd/exp-inl.h"
+#include "backends/cpu/simd/partial-inl.h"
+#include "backends/cpu/kernels/softmax-inl.h"
+#include "backends/cpu/kernels/attend-inl.h"
+#include "backends/cpu/kernels/in_place-inl.h"
+#include "backends/cpu/kernels/peak-inl.h"
+#include "backends/cpu/kernels/rows-inl.h"
+#include "backends/cpu/kernels/table-inl.h"
+// clang-format on
