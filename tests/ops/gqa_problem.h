@@ -214,17 +214,21 @@ class GqaProblem {
   }
 
   /// out [T, N, Dv] and lse [N, T] in float64, padding rows included.
-  oracle::AttentionResult expected() const {
-    return put_together(query_start_loc_, tokens_, shape_.heads, shape_.v_dim,
-                        [this](std::size_t r) { return expected_of(r, rows_of(r)); });
-  }
+  oracle::AttentionResult expected() const { return expected_over(false); }
+  /// The same over the magnitudes of values: what roundings of weights are relative to.
+  oracle::AttentionResult expected_magnitudes() const { return expected_over(true); }
 
  private:
+  oracle::AttentionResult expected_over(bool magnitudes) const {
+    return put_together(query_start_loc_, tokens_, shape_.heads, shape_.v_dim,
+                        [&](std::size_t r) { return expected_of(r, rows_of(r), magnitudes); });
+  }
   RequestRows rows_of(std::size_t r) const {
     return RequestRows::of(r, query_start_loc_, shape_.seq_lens, shape_.draft_tree);
   }
 
-  oracle::AttentionResult expected_of(std::size_t r, const RequestRows& rows) const {
+  oracle::AttentionResult expected_of(std::size_t r, const RequestRows& rows,
+                                      bool magnitudes) const {
     const std::int64_t first = query_start_loc_[r];
     const std::vector<double> q = to_doubles(q_.slice(0, first, first + rows.num_queries));
     // What is not owned is NaN: no rule may let it be seen.
@@ -240,6 +244,7 @@ class GqaProblem {
       std::copy(v_values.begin(), v_values.end(),
                 v.begin() + j * static_cast<std::ptrdiff_t>(v_width));
     }
+    for (double& x : v) x = magnitudes ? std::abs(x) : x;
     std::vector<double> sinks;
     if (shape_.sinks) sinks = to_doubles(sinks_);
     return oracle::attention({.num_queries = rows.num_queries,

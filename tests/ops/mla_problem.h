@@ -96,17 +96,21 @@ class MlaProblem {
   void check() const { check(attention_tolerance(coarser())); }
 
   /// out [T, N, L] and lse [N, T] in float64, padding rows included.
-  oracle::AttentionResult expected() const {
-    return put_together(query_start_loc_, tokens_, shape_.heads, shape_.latent,
-                        [this](std::size_t r) { return expected_of(r, rows_of(r)); });
-  }
+  oracle::AttentionResult expected() const { return expected_over(false); }
+  /// The same over the magnitudes of values: what roundings of weights are relative to.
+  oracle::AttentionResult expected_magnitudes() const { return expected_over(true); }
 
  private:
+  oracle::AttentionResult expected_over(bool magnitudes) const {
+    return put_together(query_start_loc_, tokens_, shape_.heads, shape_.latent,
+                        [&](std::size_t r) { return expected_of(r, rows_of(r), magnitudes); });
+  }
   RequestRows rows_of(std::size_t r) const {
     return RequestRows::of(r, query_start_loc_, shape_.seq_lens, shape_.draft_tree);
   }
 
-  oracle::AttentionResult expected_of(std::size_t r, const RequestRows& request) const {
+  oracle::AttentionResult expected_of(std::size_t r, const RequestRows& request,
+                                      bool magnitudes) const {
     const std::int64_t row = shape_.latent + shape_.rope;
     const std::vector<double> q = request_queries(query_start_loc_[r], request.num_queries);
     // What no query sees is NaN.
@@ -117,6 +121,7 @@ class MlaProblem {
       std::copy(cached.begin(), cached.end(), k.begin() + j * row);
       std::copy_n(cached.begin(), shape_.latent, v.begin() + j * shape_.latent);
     }
+    for (double& x : v) x = magnitudes ? std::abs(x) : x;
     std::vector<double> sinks;
     if (shape_.sinks) sinks = to_doubles(*sinks_);
     return oracle::attention({.num_queries = request.num_queries,
