@@ -4,6 +4,7 @@
 
 #include "backends/cpu/ops.h"
 #include "backends/cpu/paged_kv_rows.h"
+#include "backends/cpu/partition.h"
 #include "backends/cpu/rows.h"
 #include "plan/extents.h"
 
@@ -58,7 +59,18 @@ std::int64_t num_tasks(const AttentionPrefillParams& params) {
   return static_cast<std::int64_t>(params.schedule->tiles.size()) * params.q.shape[1];
 }
 
-/// Tasks outnumber threads, and each thread has one state.
+/// Multiply-adds, masked ones too.
+std::int64_t num_products(const AttentionPrefillParams& params) {
+  std::int64_t pairs = 0;  // Of query tokens and keys.
+  for (const PrefillTile& tile : params.schedule->tiles) {
+    const SequenceExtent extent = extent_of(*params.schedule, tile.request);
+    pairs += (tile.query_end - tile.query_begin) * extent.num_keys;
+  }
+  return pairs * params.q.shape[1] * (params.q.shape[2] + params.out.shape[2]);
+}
+
+/// Tasks outnumber threads, and each thread has one state. Scratch is sized for a worst case, so that
+/// it may not depend on what is worth a thread.
 std::int64_t num_states(const OpContext& ctx, const AttentionPrefillParams& params) {
   return std::min<std::int64_t>(ctx.pool->num_threads(), num_tasks(params));
 }
@@ -209,7 +221,8 @@ void run_tasks(const Kernels& kernels, const OpContext& ctx, const AttentionPref
   const Prefill prefill(kernels, params, shape);
   const std::int64_t tasks = num_tasks(params);
   std::atomic<std::int64_t> next_task{0};
-  ctx.pool->run(states, [&](std::int64_t i) {
+  const std::int64_t threads = num_products(params) < kProductsPerTask ? 1 : states;
+  ctx.pool->run(threads, [&](std::int64_t i) {
     State state(kernels, shape, memory + i * bytes);
     for (;;) {
       const std::int64_t task = next_task.fetch_add(1, std::memory_order_relaxed);

@@ -11,6 +11,9 @@ namespace fovea::cpu {
 /// Elements that are worth a task of their own: some microseconds, what waking a thread costs.
 inline constexpr std::int64_t kElementsPerTask = 16 * 1024;
 
+/// Multiply-adds of attention that are worth a second thread: some ten microseconds.
+inline constexpr std::int64_t kProductsPerTask = 512 * 1024;
+
 /// Calls fn(begin, end) for pieces that cover [0, rows), at most one per thread.
 template <class F>
 void for_row_ranges(ThreadPool& pool, std::int64_t rows, std::int64_t row_elements, F&& fn) {

@@ -9,6 +9,7 @@
 #include "backends/cpu/float_state.h"
 #include "backends/cpu/in_place_state.h"
 #include "backends/cpu/pair_state.h"
+#include "backends/cpu/partition.h"
 #include "backends/cpu/rows.h"
 #include "fovea/ops.h"
 #include "plan/extents.h"
@@ -114,11 +115,25 @@ class SplitDecode {
     std::fill_n(arrived_, requests, 0);
   }
 
+  /// All in one parallel region, or in none.
   void run(ThreadPool& pool) {
-    pool.run(call_.workers(), [this](std::int64_t worker) { run_worker(worker); });
+    if (products() >= kProductsPerTask) {
+      pool.run(call_.workers(), [this](std::int64_t worker) { run_worker(worker); });
+      return;
+    }
+    for (std::int64_t worker = 0; worker < call_.workers(); ++worker) run_worker(worker);
   }
 
  private:
+  /// Multiply-adds, masked ones too.
+  std::int64_t products() const {
+    std::int64_t pairs = 0;  // Of query tokens and keys.
+    for (const WorkItem& item : schedule_.items) {
+      pairs += extent_of(schedule_, item.request).num_queries * (item.kv_end - item.kv_begin);
+    }
+    return pairs * call_.num_heads() * (call_.shape.qk_channels + call_.shape.v_channels);
+  }
+
   void run_worker(std::int64_t worker) {
     State state(kernels_, call_.shape, states_ + worker * state_bytes_);
     const auto w = static_cast<std::size_t>(worker);
