@@ -141,7 +141,7 @@ class Serving {
     clock_.exclude(times.observer_ms / 1e3);
     std::vector<const BatchPlan*> plans;
     for (std::size_t g = 0; g < groups_.size(); ++g) plans.push_back(&runner_.plan(g));
-    metrics_.on_step(plans, step, times.busy_ms, arrivals_s_, clock_.now_s());
+    metrics_.on_step(plans, step, times, arrivals_s_, clock_.now_s());
     for (const ScheduledRequest& scheduled : step) num_finished_ += scheduled.finishes;
     scheduler_.complete();
     if (!hooks_.progress) return;

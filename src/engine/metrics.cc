@@ -94,10 +94,13 @@ double layer_flops(const GqaDims& d, const BatchPlan& plan) {
 }
 
 void Metrics::on_step(std::span<const BatchPlan* const> plans,
-                      std::span<const ScheduledRequest> step, double busy_ms,
+                      std::span<const ScheduledRequest> step, const StepRunner::Times& times,
                       std::span<const double> arrivals_s, double now_s) {
   ++counts_.steps;
+  const double busy_ms = times.busy_ms;
   counts_.busy_ms += busy_ms;
+  counts_.step_ms += times.step_ms;
+  counts_.kernel_ms += times.kernel_ms;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     counts_.peak_context_rows =
         std::max<std::int64_t>(counts_.peak_context_rows, plans[g]->peak_context_rows);
@@ -154,6 +157,8 @@ void Metrics::fill(ServeReport& report) const {
     report.tokens_per_decode = static_cast<double>(decoded_tokens_) / static_cast<double>(decodes_);
   }
   report.busy_ms = counts_.busy_ms;
+  report.step_ms = counts_.step_ms;
+  report.kernel_ms = counts_.kernel_ms;
   report.peak_context_rows = counts_.peak_context_rows;
   report.decode_step_ms = percentiles(decode_step_ms_);
   report.decode_token_ms = percentiles(decode_token_ms_);

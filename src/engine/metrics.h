@@ -7,6 +7,7 @@
 
 #include "engine/kv_groups.h"
 #include "engine/scheduler.h"
+#include "engine/step_runner.h"
 #include "fovea/engine.h"
 
 namespace fovea::engine {
@@ -27,7 +28,7 @@ class Metrics {
   /// `plans` [groups]. `arrivals_s` [requests of the workload] and `now_s` are of one clock; now is
   /// after the step.
   void on_step(std::span<const BatchPlan* const> plans, std::span<const ScheduledRequest> step,
-               double busy_ms, std::span<const double> arrivals_s, double now_s);
+               const StepRunner::Times& times, std::span<const double> arrivals_s, double now_s);
   /// Fills the fields that are counted or measured step by step.
   void fill(ServeReport& report) const;
 

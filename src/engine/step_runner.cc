@@ -5,6 +5,7 @@
 
 #include "core/check.h"
 #include "core/float_bits.h"
+#include "core/kernel_time.h"
 
 namespace fovea::engine {
 namespace {
@@ -128,6 +129,8 @@ std::int64_t StepRunner::cache_bytes() const {
 
 StepRunner::Times StepRunner::run(const Workload& workload, std::span<const ScheduledRequest> step,
                                   std::span<StepObserver* const> observers) {
+  const Clock::time_point start = Clock::now();
+  const double kernel_seconds_before = kernel_seconds;
   fill_batch(workload, step);
   fill_tables(step);
   fill_hidden(workload);
@@ -148,6 +151,8 @@ StepRunner::Times StepRunner::run(const Workload& workload, std::span<const Sche
     times.busy_ms += ms_since(begin);
   }
   ++num_steps_;
+  times.step_ms = ms_since(start) - times.observer_ms;
+  times.kernel_ms = (kernel_seconds - kernel_seconds_before) * 1e3;
   return times;
 }
 

@@ -37,6 +37,8 @@ class StepRunner {
   struct Times {
     double busy_ms = 0;      ///< Layers: norms, attention, residual.
     double observer_ms = 0;  ///< Observers, in between.
+    double step_ms = 0;      ///< All but observers: plans and tables too.
+    double kernel_ms = 0;    ///< Of it, in ops and products with weights.
   };
   /// `step` is not empty and has the requests of up to 1 + draft_tokens rows first.
   Times run(const Workload& workload, std::span<const ScheduledRequest> step,

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/kernel_time.h"
 #include "linear/product.h"
 
 namespace fovea {
@@ -152,6 +153,7 @@ void Linear::operator()(const ExecutionContext& ctx, const TensorView& x,
   check_operand("out", out, dtype(), {out_features()});
   check_tokens(x, out);
   if (x.shape[0] == 0) return;
+  const KernelTimer timer;
   impl_->product().run(ctx, x.split(1, 1, in_features()), out.split(1, 1, out_features()));
 }
 
@@ -279,6 +281,7 @@ void BatchedLinear::operator()(const ExecutionContext& ctx, const TensorView& x,
   check_operand("out", out, shape.dtype, {shape.heads, shape.columns});
   check_tokens(x, out);
   if (x.shape[0] == 0) return;
+  const KernelTimer timer;
   impl_->product().run(ctx, x, out);
 }
 

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "core/check.h"
+#include "core/kernel_time.h"
 #include "linear/product.h"
 
 namespace fovea {
@@ -247,6 +248,7 @@ void Lora::operator()(const ExecutionContext& ctx, const TensorView& x, const Te
                       const TensorView& out) const {
   const std::int64_t tokens = x.shape[0];
   if (max_rank_ == 0 || tokens == 0) return;
+  const KernelTimer timer;
   WorkspaceScope scope(*ctx.workspace);
   Scratch scratch = take(scope, tokens);
   sort(ids, scratch);

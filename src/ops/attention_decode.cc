@@ -59,7 +59,7 @@ void attention_decode(const OpContext& ctx, const AttentionDecodeParams& params)
   validate_shapes(params);
   validate_data(params);
   const auto& implementation = select_with_scratch(ctx, kAttentionDecode, params);
-  if (params.schedule->query_start_loc.back() > 0) implementation.run(ctx, params);
+  if (params.schedule->query_start_loc.back() > 0) run(ctx, implementation, params);
   write_padding_rows(ctx, params.schedule->query_start_loc.back(), params.out, params.lse);
 }
 

@@ -174,7 +174,7 @@ void attention_prefill(const OpContext& ctx, const AttentionPrefillParams& param
   validate_shapes(params);
   validate_data(params);
   const auto& implementation = select_with_scratch(ctx, kAttentionPrefill, params);
-  if (params.schedule->cu_seqlens_q.back() > 0) implementation.run(ctx, params);
+  if (params.schedule->cu_seqlens_q.back() > 0) run(ctx, implementation, params);
   write_padding_rows(ctx, params.schedule->cu_seqlens_q.back(), params.out, params.lse);
 }
 

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "core/check.h"
+#include "core/kernel_time.h"
 #include "ops/backend.h"
 
 namespace fovea {
@@ -86,6 +87,13 @@ const Implementation<Params>& select_with_scratch(const OpContext& ctx, const Op
       "{}: workspace has {} bytes free; {}/{} needs {} (reserve workspace_bytes(ctx, params))",
       op.name, free, op.name, implementation.name, needed);
   return implementation;
+}
+
+template <class Params>
+void run(const OpContext& ctx, const Implementation<Params>& implementation,
+         const Params& params) {
+  const KernelTimer timer;
+  implementation.run(ctx, params);
 }
 
 }  // namespace fovea

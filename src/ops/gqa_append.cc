@@ -62,7 +62,7 @@ void gqa_append(const OpContext& ctx, const GqaAppendParams& params) {
                  {"positions", params.rope.positions}, {"cos_sin", params.rope.cos_sin}});
   validate(flat);
   if (params.k.shape[0] == 0) return;
-  select(ctx, kGqaAppend, flat).run(ctx, flat);
+  run(ctx, select(ctx, kGqaAppend, flat), flat);
 }
 
 }  // namespace fovea

@@ -34,7 +34,7 @@ void kv_append(const OpContext& ctx, const KvAppendParams& params) {
                  {"slot_mapping", params.slot_mapping}, {"cache", params.cache}});
   validate(params);
   if (params.kv_c.shape[0] == 0) return;
-  select(ctx, kKvAppend, params).run(ctx, params);
+  run(ctx, select(ctx, kKvAppend, params), params);
 }
 
 }  // namespace fovea

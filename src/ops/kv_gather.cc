@@ -46,7 +46,7 @@ void kv_gather(const OpContext& ctx, const KvGatherParams& params) {
   check_devices(ctx, kKvGather.name, {{"cache", params.cache}, {"out", params.out}});
   validate(params);
   if (params.out.numel() == 0) return;
-  select(ctx, kKvGather, params).run(ctx, params);
+  run(ctx, select(ctx, kKvGather, params), params);
 }
 
 }  // namespace fovea

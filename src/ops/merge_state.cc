@@ -73,7 +73,7 @@ void merge_state(const OpContext& ctx, const MergeStateParams& params) {
                  {"sinks", params.sinks}});
   validate(params);
   if (params.prefix.lse.numel() == 0) return;
-  select(ctx, kMergeState, params).run(ctx, params);
+  run(ctx, select(ctx, kMergeState, params), params);
 }
 
 }  // namespace fovea

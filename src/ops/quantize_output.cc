@@ -143,7 +143,7 @@ void quantize_output(const OpContext& ctx, const QuantizeOutputParams& params) {
                 {{"x", params.x}, {"out", params.output.out},
                  {"block_scale", params.output.block_scale}});
   validate(params);
-  select(ctx, kQuantizeOutput, params).run(ctx, params);
+  run(ctx, select(ctx, kQuantizeOutput, params), params);
 }
 
 }  // namespace fovea

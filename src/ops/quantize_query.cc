@@ -34,7 +34,7 @@ void quantize_query(const OpContext& ctx, const QuantizeQueryParams& params) {
                 {{"q_latent", params.q_latent}, {"q_pe", params.q_pe}, {"out", params.out}});
   validate(params);
   if (params.out.numel() == 0) return;
-  select(ctx, kQuantizeQuery, params).run(ctx, params);
+  run(ctx, select(ctx, kQuantizeQuery, params), params);
 }
 
 }  // namespace fovea

@@ -35,7 +35,7 @@ void rms_norm(const OpContext& ctx, const RmsNormParams& params) {
                 {{"x", params.x}, {"weight", params.weight}, {"out", params.out}});
   validate(params);
   if (params.x.numel() == 0) return;
-  select(ctx, kRmsNorm, params).run(ctx, params);
+  run(ctx, select(ctx, kRmsNorm, params), params);
 }
 
 }  // namespace fovea

@@ -29,7 +29,7 @@ void rope(const OpContext& ctx, const RopeParams& params) {
                  {"cos_sin", params.angles.cos_sin}});
   validate(flat);
   if (flat.x.numel() == 0) return;
-  select(ctx, kRope, flat).run(ctx, flat);
+  run(ctx, select(ctx, kRope, flat), flat);
 }
 
 }  // namespace fovea

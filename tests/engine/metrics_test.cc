@@ -44,7 +44,8 @@ TEST(Metrics, TellsDecodeStepsFromStepsWithPrompts) {
   const auto on_step = [&](const BatchPlan& plan, std::vector<ScheduledRequest> step, double ms,
                            double now_s) {
     const BatchPlan* plans[] = {&plan};
-    metrics.on_step(plans, step, ms, arrivals, now_s);
+    metrics.on_step(plans, step, {.busy_ms = ms, .step_ms = ms + 1, .kernel_ms = ms / 2}, arrivals,
+                    now_s);
   };
   const auto scheduled = [](std::int64_t request, std::int32_t query_len, std::int64_t answer,
                             bool finishes) {
@@ -67,6 +68,8 @@ TEST(Metrics, TellsDecodeStepsFromStepsWithPrompts) {
   EXPECT_EQ(report.prompt_tokens, 15);
   EXPECT_EQ(report.answer_tokens, 4);
   EXPECT_EQ(report.busy_ms, 31);
+  EXPECT_EQ(report.step_ms, 34);
+  EXPECT_EQ(report.kernel_ms, 15.5);
   EXPECT_EQ(report.decode_step_ms.p50, 6);
   EXPECT_EQ(report.decode_token_ms.p50, 3);
   EXPECT_EQ(report.time_to_first_token_ms.p50, 1000);
@@ -105,7 +108,7 @@ TEST(Metrics, CountsDraftsAndWhatTheyYield) {
   options.split = {.reorder_batch_threshold = 5, .support = QueryLenSupport::varlen};
   const BatchPlan plan = make_plan(batch, {}, options);
   const BatchPlan* plans[] = {&plan};
-  metrics.on_step(plans, std::span(&scheduled, 1), 6, std::vector<double>{0}, 1);
+  metrics.on_step(plans, std::span(&scheduled, 1), {.busy_ms = 6}, std::vector<double>{0}, 1);
   ServeReport report;
   metrics.fill(report);
   EXPECT_EQ(report.prompt_tokens, 0);

@@ -81,14 +81,14 @@ TEST_F(Run, HonoursItsOptions) {
                  "--dtype",        "bf16",      "--block-size",     "3",  "--num-blocks",   "40",
                  "--max-num-seqs", "1",         "--workspace-rows", "12", "--context-plan", "equal",
                  "--prefix-reuse", "off",       "--token-budget",   "16", "--threads",      "1",
-                 "--backend",      "reference", "--arrivals",       "x10"}));
+                 "--backend",      "reference", "--arrivals",       "x10", "--batch-invariant"}));
   ASSERT_EQ(result.exit_code, 0) << result.out << result.err;
   const json report = this->report();
   const json expected = json::parse(
       R"({"layers": 1, "requests": 2, "seed": 5, "dtype": "bf16", "block-size": 3,
           "num-blocks": 40, "max-num-seqs": 1, "workspace-rows": 12, "context-plan": "equal",
           "prefix-reuse": "off", "token-budget": 16, "threads": 1, "backend": "reference",
-          "arrivals": "x10", "verify": false, "compare": false})");
+          "arrivals": "x10", "batch-invariant": true, "verify": false, "compare": false})");
   for (const auto& [key, value] : expected.items()) {
     EXPECT_EQ(report.at("options").at(key), value) << key;
   }
@@ -96,6 +96,11 @@ TEST_F(Run, HonoursItsOptions) {
   EXPECT_EQ(report.at("kv_groups").at(0).at("blocks"), 40);
   EXPECT_LE(report.at("workspace").at("peak_context_rows"), 12);
   EXPECT_GT(report.at("workspace").at("peak_context_rows"), 0);
+  const json& profile = report.at("profile");
+  EXPECT_GT(profile.at("kernel_ms"), 0);
+  EXPECT_LE(profile.at("kernel_ms"), profile.at("step_ms"));
+  EXPECT_EQ(profile.at("kernel_fraction"),
+            profile.at("kernel_ms").get<double>() / profile.at("step_ms").get<double>());
   EXPECT_FALSE(report.contains("verify"));
   EXPECT_FALSE(report.contains("compare"));
   EXPECT_EQ(report.at("machine").at("backend"), "reference");

@@ -173,6 +173,8 @@ void add_runtime_options(Options& options, RuntimeArgs& args) {
   options.integer("--threads", args.num_threads, "Threads (default: all processors)", {1, 4096});
   options.word("--backend", args.backend, "Kernels (default: FOVEA_BACKEND, else the fastest)",
                {"cpu", "reference"});
+  options.flag("--batch-invariant", args.batch_invariant,
+               "Bits of a row depend on its own inputs alone");
 }
 
 namespace {
@@ -192,7 +194,10 @@ void refuse_unknown_linear() {
 ToolRuntime::ToolRuntime(const RuntimeArgs& args, const std::string& isa)
     : pool_(make_openmp_thread_pool(static_cast<int>(args.num_threads))),
       runtime_(std::make_unique<Runtime>(
-          RuntimeOptions{.backend = args.backend, .isa = isa, .pool = pool_.get()})) {
+          RuntimeOptions{.backend = args.backend,
+                         .isa = isa,
+                         .pool = pool_.get(),
+                         .batch_invariant = args.batch_invariant})) {
   refuse_unknown_linear();
 }
 

@@ -55,10 +55,11 @@ class Options {
   CLI::App& app_;
 };
 
-/// --threads and --backend.
+/// --threads, --backend and --batch-invariant.
 struct RuntimeArgs {
   std::int64_t num_threads = 0;  ///< 0: the processors that this process may use.
   std::string backend = "auto";  ///< FOVEA_BACKEND, else the best here.
+  bool batch_invariant = false;
 };
 void add_runtime_options(Options& options, RuntimeArgs& args);
 

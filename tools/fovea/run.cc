@@ -91,6 +91,7 @@ nlohmann::ordered_json options_json(const RunArgs& args, const Runtime& runtime,
           {"acceptance", args.engine.draft_acceptance},
           {"threads", runtime.num_threads()},
           {"backend", runtime.backend()},
+          {"batch-invariant", args.runtime.batch_invariant},
           {"verify", args.verify},
           {"compare", args.compare},
           {"dump", args.dump_directory}};

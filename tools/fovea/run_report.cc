@@ -83,6 +83,11 @@ nlohmann::ordered_json group_json(const KvGroupReport& group) {
           {"peak_bytes", group.peak_blocks * group.block_bytes}};
 }
 
+/// Of the time of all steps, what is in ops and in products with weights.
+double kernel_fraction(const ServeReport& report) {
+  return report.step_ms > 0 ? report.kernel_ms / report.step_ms : 0;
+}
+
 }  // namespace
 
 std::string serve_text(const ServeReport& report) {
@@ -104,6 +109,7 @@ std::string serve_text(const ServeReport& report) {
   facts.add("time",
             fmt::format("{} s in attention, {} s in all", format_number(report.busy_ms / 1e3),
                         format_number(report.wall_ms / 1e3)));
+  facts.add("kernels", fmt::format("{:.0f} % of the steps' time", 100 * kernel_fraction(report)));
   if (report.drafted_tokens > 0) {
     facts.add("drafts", fmt::format("{} tokens, {} accepted, {} answer tokens per decode",
                                     report.drafted_tokens, report.accepted_tokens,
@@ -142,6 +148,9 @@ nlohmann::ordered_json serve_json(const ServeReport& report) {
   json["gflops_per_s"] = report.gflops_per_s;
   json["busy_ms"] = report.busy_ms;
   json["wall_ms"] = report.wall_ms;
+  json["profile"] = {{"step_ms", report.step_ms},
+                     {"kernel_ms", report.kernel_ms},
+                     {"kernel_fraction", kernel_fraction(report)}};
   json["kv_groups"] = nlohmann::ordered_json::array();
   for (const KvGroupReport& group : report.kv_groups) {
     json["kv_groups"].push_back(group_json(group));
