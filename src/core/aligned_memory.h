@@ -10,7 +10,8 @@ namespace fovea {
 /// A cache line; also a full zmm register.
 inline constexpr std::int64_t kMemoryAlignment = 64;
 
-/// Uninitialised, never null; of huge pages, where the system has them, from 4 MiB on. Throws Error(resource_exhausted) that names `what`.
+/// Uninitialised, never null; from 4 MiB on of huge pages where the system has them. Throws
+/// Error(resource_exhausted) that names `what`.
 std::byte* allocate_aligned(std::int64_t bytes, std::string_view what);
 void free_aligned(std::byte* memory);
 
