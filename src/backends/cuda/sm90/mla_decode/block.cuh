@@ -72,7 +72,7 @@ struct Handover {
   /// Run by one thread.
   __device__ void init(int splits, int score_threads) {
     ptx::mbarrier_init(ptx::shared_address(&p_full), score_threads);
-    ptx::mbarrier_init(ptx::shared_address(&p_empty), kOutputThreads / 32);
+    ptx::mbarrier_init(ptx::shared_address(&p_empty), kOutputThreads);
     ptx::mbarrier_init(ptx::shared_address(&exchanged), splits);
   }
 };

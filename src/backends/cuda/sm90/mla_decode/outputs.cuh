@@ -72,8 +72,7 @@ __device__ void accumulate_tiles(std::int32_t tiles, SharedMemory<kRows>& s,
     release(3);
 #pragma unroll
     for (int i = 0; i < kChunksPerOutput; ++i) ptx::pin(out[i]);
-    __syncwarp();  // All lanes have read the message.
-    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&s.handover.p_empty));
+    ptx::mbarrier_arrive(ptx::shared_address(&s.handover.p_empty));
     ring.advance(kChunks);
   }
   ptx::mbarrier_wait(ptx::shared_address(&s.handover.p_full), message & 1);
@@ -286,8 +285,7 @@ __device__ void finish_alone(const KernelParams& k, const JobWalk& walk,
       partials.sum(job.slot)[row] = s.message[1][row];
     }
   }
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&s.p_empty));
+  ptx::mbarrier_arrive(ptx::shared_address(&s.p_empty));
   if (job.whole) return;
   const JobPieces pieces(job.first_unit, job.num_units, walk.range());
   merge_if_last<kRows, Order>(k, job, pieces, partials, s);
@@ -329,7 +327,7 @@ __device__ void finish_in_cluster(const KernelParams& k, const JobWalk& walk,
     __stcg(stats_of(own_block) + threadIdx.x, (&s.message[0][0])[threadIdx.x]);
   }
   ptx::named_barrier(kOutputBarrier, kOutputThreads);
-  if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&s.p_empty));
+  ptx::mbarrier_arrive(ptx::shared_address(&s.p_empty));
   const JobPieces pieces(job.first_unit, job.num_units, walk.range());
   const std::uint32_t exchanged = ptx::shared_address(&s.exchanged);
   if (threadIdx.x < splits) {

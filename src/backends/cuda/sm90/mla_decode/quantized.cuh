@@ -371,8 +371,7 @@ __device__ void accumulate_quantized(std::int32_t tiles, QuantizedMemory<Format,
       for (int i = 0; i < kChunksPerOutput; ++i) ptx::pin(out[i]);
       ring.advance(1);
     }
-    __syncwarp();  // All lanes have read the message.
-    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&s.handover.p_empty));
+    ptx::mbarrier_arrive(ptx::shared_address(&s.handover.p_empty));
   }
   ptx::mbarrier_wait(ptx::shared_address(&s.handover.p_full), message & 1);
   ++message;
