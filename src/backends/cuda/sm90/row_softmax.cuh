@@ -17,6 +17,25 @@ __device__ __forceinline__ float sum_of_quad(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+/// Lane c of each four ends with words c of all four, in order of lanes.
+__device__ __forceinline__ void transpose_in_quad(std::uint32_t (&words)[4]) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const bool upper = (threadIdx.x & step) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if ((i & step) != 0) continue;
+      const std::uint32_t given = upper ? words[i] : words[i + step];
+      const std::uint32_t taken = __shfl_xor_sync(~0u, given, step);
+      if (upper) {
+        words[i] = taken;
+      } else {
+        words[i + step] = taken;
+      }
+    }
+  }
+}
+
 /// The keys that a thread's two rows see, counted from the first key of a tile.
 struct RowKeys {
   std::int32_t begin[2], end[2];
@@ -28,13 +47,17 @@ __device__ __forceinline__ void mask(float (&score)[kKeys / 2], const RowKeys& k
   const int column = threadIdx.x % 4 * 2;
   const std::int32_t begin0 = keys.begin[0] - column, end0 = keys.end[0] - column;
   const std::int32_t begin1 = keys.begin[1] - column, end1 = keys.end[1] - column;
+  // Most tiles have hidden keys on one side only.
+  if (__any_sync(~0u, keys.begin[0] > 0 || keys.begin[1] > 0)) {
 #pragma unroll
-  for (int j = 0; j < kKeys / 8; ++j) {
+    for (int i = 0; i < kKeys / 2; ++i) {
+      if (i / 4 * 8 + i % 2 < (i / 2 % 2 == 0 ? begin0 : begin1)) score[i] = -INFINITY;
+    }
+  }
+  if (__any_sync(~0u, keys.end[0] < kKeys || keys.end[1] < kKeys)) {
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      const int key = 8 * j + b;
-      if (key < begin0 || key >= end0) score[4 * j + b] = -INFINITY;
-      if (key < begin1 || key >= end1) score[4 * j + 2 + b] = -INFINITY;
+    for (int i = 0; i < kKeys / 2; ++i) {
+      if (i / 4 * 8 + i % 2 >= (i / 2 % 2 == 0 ? end0 : end1)) score[i] = -INFINITY;
     }
   }
 }

@@ -65,25 +65,6 @@ __device__ __forceinline__ void pack_weights(WeightFragment<W>& weight,
   }
 }
 
-/// Lane c of each four ends with words c of all four, in order of lanes.
-__device__ __forceinline__ void transpose_in_quad(std::uint32_t (&words)[4]) {
-#pragma unroll
-  for (int step = 1; step < 4; step *= 2) {
-    const bool upper = (threadIdx.x & step) != 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if ((i & step) != 0) continue;
-      const std::uint32_t given = upper ? words[i] : words[i + step];
-      const std::uint32_t taken = __shfl_xor_sync(~0u, given, step);
-      if (upper) {
-        words[i] = taken;
-      } else {
-        words[i + step] = taken;
-      }
-    }
-  }
-}
-
 /// A computing warpgroup at work on one item.
 template <typename W>
 struct Attention {
@@ -137,30 +118,21 @@ struct Attention {
       cap_scores<W::kKeys>(score, op.sm_scale, op.variant.soft_cap);
       scale = 1.f;
     }
-    if (!is_full(warp_common, i)) mask<W::kKeys>(score, rows_in(i));
+    if (!walk.is_inside(i, warp_common)) mask<W::kKeys>(score, rows_in(i));
     return softmax.weigh<W::kKeys>(score, scale);
   }
 
-  /// Whether key tile `i` lies in `keys`.
-  __device__ __forceinline__ bool is_full(const Keys& keys, std::int32_t i) const {
-    const std::int32_t first = walk.first_key(i);
-    return keys.contains({first, first + W::kKeys}) && first + W::kKeys <= walk.limit(i);
-  }
-
-  /// Values of key tile `i`, of which no product may be under way, made fit for one.
-  __device__ __forceinline__ void clean(OutputFragment<W>& out, std::int32_t i,
-                                        std::uint32_t count) {
-    if (is_full(item.common, i)) return;
-    const int stage = wait_for_values(count);
-    const std::int32_t first = walk.first_key(i);
-    clean_values<W>(s.v[stage], item.any.begin - first,
-                    min(item.any.end, walk.limit(i)) - first, rows_in(i), out);
-  }
-
-  /// Returns the stage of the value tile that `count` came before.
-  __device__ __forceinline__ int wait_for_values(std::uint32_t count) {
+  /// Returns the stage of the values of key tile `i`, fit for a product; none may be under way.
+  /// `count` tiles came before.
+  __device__ __forceinline__ int wait_for_values(OutputFragment<W>& out, std::int32_t i,
+                                                 std::uint32_t count) {
     const KeyPosition at(count);
-    ptx::mbarrier_wait(ptx::shared_address(&s.v_full[at.stage]), at.parity);
+    ptx::mbarrier_wait(ptx::shared_address(&s.v_ready[at.stage]), at.parity);
+    if (s.not_finite[at.stage]) {
+      const std::int32_t first = walk.first_key(i);
+      repair_values<W>(s, at.stage, item.any.begin - first,
+                       min(item.any.end, walk.limit(i)) - first, rows_in(i), out);
+    }
     return at.stage;
   }
 
@@ -176,7 +148,7 @@ struct Attention {
 
   /// Runs the item's key tiles, of which there is one at least; `count` of all items' came before.
   /// While the softmax of one tile runs, the tensor cores have the outputs of the tile before it,
-  /// and then the other warpgroup's products.
+  /// and the other warpgroup's products.
   __device__ __forceinline__ void run(OutputFragment<W>& out, std::uint32_t count) {
     const std::uint32_t q = ptx::shared_address(s.q[query_stage]) + group * (64 * 128);
     const std::int32_t tiles = walk.count();
@@ -190,17 +162,14 @@ struct Attention {
     release(s.k_empty[stage]);
     if (tiles == 1) release(s.q_empty[query_stage]);
     weigh(score, 0);
-    clean(out, 0, count);
     pack_weights<W>(weight, score);
 #pragma unroll 1
     for (std::int32_t i = 1; i < tiles; ++i) {
       const int stage = wait_for_keys(++count);
-      const int before = wait_for_values(count - 1);
-      ptx::named_barrier(kTurnBarrier + group, kComputeThreads);
+      const int before = wait_for_values(out, i - 1, count - 1);
       ptx::wgmma_fence();
       issue_scores<W>(score, q, ptx::shared_address(s.k[stage][0]));
       issue_outputs<W>(out, weight, ptx::shared_address(s.v[before][0]));
-      ptx::named_barrier_arrive(kTurnBarrier + 1 - group, kComputeThreads);
       ptx::wgmma_wait<1>();
       ptx::pin(score);
       release(s.k_empty[stage]);
@@ -210,10 +179,9 @@ struct Attention {
       pin_outputs<W>(out);
       release(s.v_empty[before]);
       scale_outputs(out, factor);
-      clean(out, i, count);
       pack_weights<W>(weight, score);
     }
-    const int last = wait_for_values(count);
+    const int last = wait_for_values(out, tiles - 1, count);
     ptx::wgmma_fence();
     issue_outputs<W>(out, weight, ptx::shared_address(s.v[last][0]));
     ptx::wgmma_wait<0>();
@@ -289,8 +257,6 @@ struct Attention {
 /// Run by both computing warpgroups.
 template <typename W>
 __device__ void attend_items(const PrefillParams& op, SharedMemory<W>& s) {
-  // The first warpgroup's turn comes first.
-  if (threadIdx.x < 128) ptx::named_barrier_arrive(kTurnBarrier, kComputeThreads);
   std::uint32_t count = 0;
   for (std::uint32_t turn = 0;; ++turn) {
     const RingPosition<W::kQueryStages> at(turn);

@@ -15,10 +15,10 @@ namespace fovea::cuda::prefill {
 
 constexpr int kQueryTile = 128;  ///< Query rows of a block, 64 for each warpgroup that computes.
 constexpr int kComputeThreads = 256;
-constexpr int kThreads = kComputeThreads + 128;  ///< One more warpgroup loads.
+constexpr int kInspectThreads = 96;
+constexpr int kThreads = kComputeThreads + 32 + kInspectThreads;  ///< One more warp loads.
 constexpr int kStages = 2;                       ///< Key tiles, and value tiles, on their way.
 constexpr int kComputeBarrier = 1;  ///< Named barriers; 0 is the whole block's.
-constexpr int kTurnBarrier = 2;     ///< And 3: of one computing warpgroup each.
 
 /// Class of head widths: keys of up to kQk channels, values of up to kV.
 template <typename Element, int kQk, int kVWidth>
@@ -98,6 +98,11 @@ struct KeyWalk {
   __host__ __device__ std::int32_t limit(std::int32_t i) const {
     return is_paged(i) ? num_paged : INT32_MAX;
   }
+  /// Whether tile `i` is full and lies in `keys`.
+  __host__ __device__ bool is_inside(std::int32_t i, const Keys& keys) const {
+    const std::int32_t first = first_key(i);
+    return keys.contains({first, first + kKeys}) && first + kKeys <= limit(i);
+  }
 };
 
 /// What a block does at a time: a query tile of one head.
@@ -132,7 +137,8 @@ struct SharedMemory {
   std::uint8_t v[kStages][W::kVChunks][W::kKeys * 128];
   std::uint64_t q_full[W::kQueryStages], q_empty[W::kQueryStages];
   std::uint64_t k_full[kStages], k_empty[kStages];
-  std::uint64_t v_full[kStages], v_empty[kStages];
+  std::uint64_t v_full[kStages], v_ready[kStages], v_empty[kStages];
+  bool not_finite[kStages];  ///< Comes with v_ready: values need repair.
   alignas(16) std::uint8_t items[W::kQueryStages][sizeof(Item)];  ///< An Item comes with its q.
 
   __device__ Item& item(int stage) { return *reinterpret_cast<Item*>(items[stage]); }
@@ -140,14 +146,18 @@ struct SharedMemory {
   /// Run by one thread.
   __device__ void init() {
     constexpr int kWarps = kComputeThreads / 32;
-    const auto init = [](std::uint64_t& full, std::uint64_t& empty) {
+    const auto init = [](std::uint64_t& full, std::uint64_t& empty, int users) {
       ptx::mbarrier_init(ptx::shared_address(&full), 1);
-      ptx::mbarrier_init(ptx::shared_address(&empty), kWarps);
+      ptx::mbarrier_init(ptx::shared_address(&empty), users);
     };
-    for (int i = 0; i < W::kQueryStages; ++i) init(q_full[i], q_empty[i]);
+    for (int i = 0; i < W::kQueryStages; ++i) {
+      init(q_full[i], q_empty[i], kWarps + kInspectThreads);
+    }
     for (int i = 0; i < kStages; ++i) {
-      init(k_full[i], k_empty[i]);
-      init(v_full[i], v_empty[i]);
+      init(k_full[i], k_empty[i], kWarps);
+      init(v_full[i], v_empty[i], kWarps);
+      ptx::mbarrier_init(ptx::shared_address(&v_ready[i]), kInspectThreads);
+      not_finite[i] = false;
     }
     ptx::mbarrier_init_fence();
   }

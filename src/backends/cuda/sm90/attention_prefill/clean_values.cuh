@@ -11,13 +11,14 @@ namespace fovea::cuda::prefill {
 template <typename W>
 using OutputFragment = float[W::kParts][W::kColumns / 2];
 
-/// Calls change(piece, key) for this thread's share of a value tile's 16-byte pieces.
+/// Calls change(piece, key) for the share of thread `thread` of `threads` of a value tile's 16-byte
+/// pieces.
 template <typename W, typename Change>
 __device__ __forceinline__ void for_each_piece(std::uint8_t (&v)[W::kVChunks][W::kKeys * 128],
-                                               Change change) {
+                                               int thread, int threads, Change change) {
   auto* pieces = reinterpret_cast<uint4*>(v);
 #pragma unroll 4
-  for (int i = threadIdx.x; i < W::kVChunks * W::kKeys * 8; i += kComputeThreads) {
+  for (int i = thread; i < W::kVChunks * W::kKeys * 8; i += threads) {
     change(pieces[i], i / 8 % W::kKeys);
   }
 }
@@ -48,30 +49,54 @@ __device__ __forceinline__ void add_not_finite(const std::uint8_t (&v)[W::kVChun
   }
 }
 
-/// Makes a value tile fit for O += P V: keys outside [begin, end), which no row sees, become zeros;
-/// so do values inside that are not finite, once rows that see them have them in their outputs. Run
-/// by all computing threads, between products.
+/// Run by the inspecting warps: makes value tiles fit for O += P V before the computing warps see
+/// them. Of tiles that not every row sees in full, keys that no row sees become zeros; whether
+/// other values are not finite is told.
 template <typename W>
-__device__ __forceinline__ void clean_values(std::uint8_t (&v)[W::kVChunks][W::kKeys * 128],
-                                             std::int32_t begin, std::int32_t end,
-                                             const RowKeys& rows, OutputFragment<W>& out) {
+__device__ void inspect_items(SharedMemory<W>& s) {
   using T = typename W::T;
-  begin = max(begin, 0);
-  end = min(end, W::kKeys);
-  bool bad = false;
-  for_each_piece<W>(v, [&](uint4& piece, int key) {
-    if (key < begin || key >= end) {
-      piece = uint4{0, 0, 0, 0};
-    } else {
-      bad |= any_not_finite<T>(piece);
+  const int thread = threadIdx.x - (kThreads - kInspectThreads);
+  std::uint32_t count = 0;
+  for (std::uint32_t turn = 0;; ++turn) {
+    const RingPosition<W::kQueryStages> at(turn);
+    ptx::mbarrier_wait(ptx::shared_address(&s.q_full[at.stage]), at.parity);
+    const Item item = s.item(at.stage);
+    if (item.head < 0) break;
+    ptx::mbarrier_arrive(ptx::shared_address(&s.q_empty[at.stage]));
+    const KeyWalk<W::kKeys> walk(item.any, item.tile.num_paged);
+    for (std::int32_t i = 0; i < walk.count(); ++i, ++count) {
+      const KeyPosition to(count);
+      ptx::mbarrier_wait(ptx::shared_address(&s.v_full[to.stage]), to.parity);
+      if (!walk.is_inside(i, item.common)) {
+        const std::int32_t begin = item.any.begin - walk.first_key(i);
+        const std::int32_t end = min(item.any.end, walk.limit(i)) - walk.first_key(i);
+        bool bad = false;
+        for_each_piece<W>(s.v[to.stage], thread, kInspectThreads, [&](uint4& piece, int key) {
+          if (key < begin || key >= end) {
+            piece = uint4{0, 0, 0, 0};
+          } else {
+            bad |= any_not_finite<T>(piece);
+          }
+        });
+        if (bad) s.not_finite[to.stage] = true;
+        ptx::fence_async_proxy();
+      }
+      ptx::mbarrier_arrive(ptx::shared_address(&s.v_ready[to.stage]));
     }
-  });
-  ptx::fence_async_proxy();
-  if (!ptx::named_barrier_any(kComputeBarrier, kComputeThreads, bad)) return;
+  }
+}
 
-  add_not_finite<W>(v, begin, end, rows, out);
+/// Run by all computing threads between products: what is not finite among the values of a tile's
+/// keys [begin, end) goes into the outputs of rows that see it, and out of the tile.
+template <typename W>
+__device__ __forceinline__ void repair_values(SharedMemory<W>& s, int stage, std::int32_t begin,
+                                              std::int32_t end, const RowKeys& rows,
+                                              OutputFragment<W>& out) {
+  add_not_finite<W>(s.v[stage], max(begin, 0), min(end, W::kKeys), rows, out);
   ptx::named_barrier(kComputeBarrier, kComputeThreads);  // All have read what goes away now.
-  for_each_piece<W>(v, [](uint4& piece, int) { piece = only_finite<T>(piece); });
+  for_each_piece<W>(s.v[stage], threadIdx.x, kComputeThreads,
+                    [](uint4& piece, int) { piece = only_finite<typename W::T>(piece); });
+  if (threadIdx.x == 0) s.not_finite[stage] = false;
   ptx::fence_async_proxy();
   ptx::named_barrier(kComputeBarrier, kComputeThreads);
 }

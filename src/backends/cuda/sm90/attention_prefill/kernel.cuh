@@ -20,7 +20,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     attend_items<W>(op, s);
   } else {
     ptx::give_registers<56>();
-    if (warp == kComputeThreads / 32) load_items<W>(op, maps, s);
+    if (warp == kComputeThreads / 32) {
+      load_items<W>(op, maps, s);
+    } else {
+      inspect_items<W>(s);
+    }
   }
 }
 

@@ -46,12 +46,6 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/// Counts `threads` threads' worth of arrivals at hardware barrier `id` together with those that
-/// wait there; does not wait itself.
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 /// As named_barrier; whether `value` holds in any of the threads.
 __device__ __forceinline__ bool named_barrier_any(int id, int threads, bool value) {
   std::uint32_t any;
