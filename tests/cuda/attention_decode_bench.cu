@@ -22,7 +22,43 @@ struct Shape {
   std::int64_t block_size = 64;
   AttentionVariant variant;
   bool sinks = false;
+  HeadFormat format = HeadFormat::dense;
+
+  /// Of a stored head.
+  std::int64_t head_bytes() const {
+    switch (format) {
+      case HeadFormat::dense:
+        return dim * 2;
+      case HeadFormat::fp8_e4m3:
+        return dim;
+      case HeadFormat::int8_per_token:
+        return dim + 8;
+      default:
+        return dim / 2 + 8;
+    }
+  }
 };
+
+/// Heads of quantised rows: any codes (of e4m3 no NaN, and magnitudes up to 1), scales around 1/60.
+__global__ void fill_heads(std::uint8_t* data, std::size_t heads, HeadFormat format, int head_bytes,
+                           std::uint32_t seed) {
+  for (std::size_t head = blockIdx.x; head < heads; head += gridDim.x) {
+    std::uint8_t* at = data + head * head_bytes;
+    const int codes = format == HeadFormat::fp8_e4m3 ? head_bytes : head_bytes - 8;
+    for (int i = threadIdx.x; i < codes; i += blockDim.x) {
+      std::uint64_t x = (head << 10) + i + 1 + (std::uint64_t{seed} << 50);
+      x = (x ^ (x >> 31)) * 0x9e3779b97f4a7c15ull;
+      x = (x ^ (x >> 29)) * 0xbf58476d1ce4e5b9ull;
+      const auto byte = static_cast<std::uint8_t>(x >> 40);
+      at[i] = format == HeadFormat::fp8_e4m3 ? byte & 0xbf : byte;
+    }
+    if (codes < head_bytes && threadIdx.x < 2) {
+      const float scale = format == HeadFormat::int8_per_token ? 0.01f : 0.16f;
+      reinterpret_cast<float*>(at + codes)[threadIdx.x] =
+          scale * static_cast<float>(1 + (head * 7 + threadIdx.x * 3) % 5);
+    }
+  }
+}
 
 /// Device memory of a shape. Blocks are shuffled.
 class Case {
@@ -62,13 +98,25 @@ class Case {
     params.q = q_.data();
     params.q_row_stride = row;
     params.q_head_stride = shape.dim;
-    const std::int64_t kv_row = std::int64_t{shape.kv_heads} * shape.dim;
-    cache_elements_ = blocks * shape.block_size * kv_row;
+    params.format = shape.format;
+    params.k_scale = 0.75f;
+    params.v_scale = 1.5f;
+    const bool dense = shape.format == HeadFormat::dense;
+    const std::int64_t head = shape.head_bytes(), kv_row = shape.kv_heads * head;
+    const std::int64_t unit = dense ? 2 : 1;  // Of strides.
+    cache_bytes_ = blocks * shape.block_size * kv_row;
     for (auto [memory, rows] : {std::pair{&k_, &params.k_cache}, {&v_, &params.v_cache}}) {
-      *memory = DeviceArray<std::uint16_t>(cache_elements_ * copies);
-      fill_random<<<1320, 256>>>(memory->data(), memory->size(), rows == &params.k_cache ? 2 : 3);
-      *rows = {memory->data(), shape.dim, shape.kv_heads, shape.block_size, blocks, shape.dim,
-               kv_row, shape.block_size * kv_row};
+      *memory = DeviceArray<std::uint8_t>(cache_bytes_ * copies);
+      const std::uint32_t seed = rows == &params.k_cache ? 2 : 3;
+      if (dense) {
+        fill_random<<<1320, 256>>>(reinterpret_cast<std::uint16_t*>(memory->data()),
+                                   memory->size() / 2, seed);
+      } else {
+        fill_heads<<<1320, 64>>>(memory->data(), memory->size() / head, shape.format,
+                                 static_cast<int>(head), seed);
+      }
+      *rows = {memory->data(),  shape.dim,     shape.kv_heads, shape.block_size, blocks,
+               head / unit, kv_row / unit, shape.block_size * kv_row / unit};
     }
     out_ = DeviceArray<std::uint16_t>(starts_.back() * row);
     lse_ = DeviceArray<float>(std::int64_t{starts_.back()} * shape.heads);
@@ -95,13 +143,10 @@ class Case {
   void run(int copy, cudaStream_t stream) const {
     DecodeParams p = params;
     for (HeadRows* rows : {&p.k_cache, &p.v_cache}) {
-      rows->data = static_cast<const std::uint16_t*>(rows->data) + copy * cache_elements_;
+      rows->data = static_cast<const std::uint8_t*>(rows->data) + copy * cache_bytes_;
     }
     check_cuda(attention_decode_sm90(p, workspace_.data(), stream), shape.name.c_str());
   }
-
-  /// Of all keys and values.
-  std::size_t bytes() const { return static_cast<std::size_t>(cache_elements_) * 4; }
 
   int check() const;
 
@@ -114,18 +159,38 @@ class Case {
 
   std::vector<std::int32_t> starts_, table_;
   std::vector<float> sinks_;
-  std::int64_t cache_elements_ = 0;
+  std::int64_t cache_bytes_ = 0;
   DeviceArray<std::int32_t> d_starts_, d_lens_, d_table_;
-  DeviceArray<std::uint16_t> q_, k_, v_, out_;
+  DeviceArray<std::uint16_t> q_, out_;
+  DeviceArray<std::uint8_t> k_, v_;
   DeviceArray<float> lse_, d_sinks_;
   DeviceArray<std::uint8_t> workspace_;
-  mutable std::vector<std::uint16_t> host_q_, host_k_, host_v_, host_out_;
+  mutable std::vector<std::uint16_t> host_q_, host_out_;
+  mutable std::vector<std::uint8_t> host_k_, host_v_;
   mutable std::vector<float> host_lse_;
   mutable double worst_ = 0;
 };
 
 double bf16(const std::vector<std::uint16_t>& data, std::int64_t at) {
   return decode(ElementType::bf16, data.data(), static_cast<std::size_t>(at));
+}
+
+/// Channel `d` of the head at `head`.
+double stored(const Shape& shape, float scale, const std::uint8_t* head, int d) {
+  if (shape.format == HeadFormat::dense) return decode(ElementType::bf16, head, d);
+  if (shape.format == HeadFormat::fp8_e4m3) {
+    const int exponent = head[d] >> 3 & 15, mantissa = head[d] & 7;
+    const double value =
+        exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+    return (head[d] & 0x80 ? -value : value) * static_cast<double>(scale);
+  }
+  const bool is_int8 = shape.format == HeadFormat::int8_per_token;
+  const int nibble = head[d / 2] >> (d % 2 * 4) & 15;
+  const int code = is_int8 ? static_cast<std::int8_t>(head[d]) : (nibble ^ 8) - 8;
+  float of_half;
+  std::memcpy(&of_half, head + (is_int8 ? shape.dim : shape.dim / 2) + (d < shape.dim / 2 ? 0 : 4),
+              sizeof of_half);
+  return code * static_cast<double>(of_half);
 }
 
 bool Case::is_right(std::size_t request, std::int32_t token, std::int32_t head) const {
@@ -137,7 +202,7 @@ bool Case::is_right(std::size_t request, std::int32_t token, std::int32_t head) 
     const std::int64_t block =
         table_[request * params.block_table_stride + key / shape.block_size];
     return ((block * shape.block_size + key % shape.block_size) * shape.kv_heads + kv_head) *
-           shape.dim;
+           shape.head_bytes();
   };
   const std::int64_t q_at = (row * shape.heads + head) * shape.dim;
   std::vector<double> weight, value(shape.dim, 0.0);
@@ -145,7 +210,8 @@ bool Case::is_right(std::size_t request, std::int32_t token, std::int32_t head) 
   for (std::int64_t key = keys.begin; key < keys.end; ++key) {
     double score = 0;
     for (int d = 0; d < shape.dim; ++d) {
-      score += bf16(host_q_, q_at + d) * bf16(host_k_, place(key) + d);
+      score += bf16(host_q_, q_at + d) *
+               stored(shape, params.k_scale, host_k_.data() + place(key), d);
     }
     score *= params.sm_scale;
     const double cap = shape.variant.soft_cap;
@@ -157,7 +223,9 @@ bool Case::is_right(std::size_t request, std::int32_t token, std::int32_t head) 
   const double denominator = sum + (sinks_.empty() ? 0 : std::exp(sinks_[head] - max));
   for (std::int64_t key = keys.begin; key < keys.end; ++key) {
     const double w = weight[key - keys.begin] / denominator;
-    for (int d = 0; d < shape.dim; ++d) value[d] += w * bf16(host_v_, place(key) + d);
+    for (int d = 0; d < shape.dim; ++d) {
+      value[d] += w * stored(shape, params.v_scale, host_v_.data() + place(key), d);
+    }
   }
   double error = 0, norm = 1e-6;
   for (int d = 0; d < shape.dim; ++d) {
@@ -224,8 +292,19 @@ int run_checks(const std::string& only) {
       {"chunk, cap", 8, 2, 128, {1, 3}, {1000, 258}, 16,
        {.attention_chunk = 256, .soft_cap = 3.f}},
       {"many requests", 8, 2, 128, ones, lens, 16, causal}};
+  std::vector<Shape> all(std::begin(shapes), std::end(shapes));
+  const std::pair<HeadFormat, const char*> formats[] = {{HeadFormat::fp8_e4m3, "fp8"},
+                                                        {HeadFormat::int8_per_token, "int8"},
+                                                        {HeadFormat::int4_per_token, "int4"}};
+  for (const auto& [format, name] : formats) {
+    for (const int dim : {64, 128}) {
+      Shape shape{name + (" " + std::to_string(dim)), 8, 2, dim, {1, 3}, {1333, 130}, 48};
+      shape.format = format;
+      all.push_back(shape);
+    }
+  }
   int failures = 0;
-  for (const Shape& shape : shapes) {
+  for (const Shape& shape : all) {
     if (shape.name.find(only) == std::string::npos) continue;
     const Case c(shape, 1);
     if (const char* reason = attention_decode_sm90_declines(c.params)) {
@@ -239,11 +318,13 @@ int run_checks(const std::string& only) {
   return failures;
 }
 
-Shape timed(const std::string& name, int batch, int heads, int kv, AttentionVariant variant = {}) {
+Shape timed(const std::string& name, int batch, int heads, int kv, AttentionVariant variant = {},
+            HeadFormat format = HeadFormat::dense) {
   Shape shape{name, heads, 8, 128};
   shape.query_lens.assign(batch, 1);
   shape.seq_lens.assign(batch, kv);
   shape.variant = variant;
+  shape.format = format;
   return shape;
 }
 
@@ -253,7 +334,12 @@ void run_timings(const std::string& only, double seconds, const char* json, cons
       timed("gqa_decode_b128_64_8_kv8192_w127", 128, 64, 8192, {.window_left = 127}),
       timed("gqa_decode_b128_64_8_kv8192", 128, 64, 8192),
       timed("gqa_decode_b1_32_8_kv32768", 1, 32, 32768),
-      timed("gqa_decode_b8_32_8_kv8192", 8, 32, 8192)};
+      timed("gqa_decode_b8_32_8_kv8192", 8, 32, 8192),
+      timed("gqa_decode_fp8_e4m3_b128_64_8_kv8192", 128, 64, 8192, {}, HeadFormat::fp8_e4m3),
+      timed("gqa_decode_int8_per_token_b128_64_8_kv8192", 128, 64, 8192, {},
+            HeadFormat::int8_per_token),
+      timed("gqa_decode_int4_per_token_b128_64_8_kv8192", 128, 64, 8192, {},
+            HeadFormat::int4_per_token)};
   std::string results;
   for (const Shape& shape : shapes) {
     if (shape.name.find(only) == std::string::npos) continue;
@@ -262,7 +348,7 @@ void run_timings(const std::string& only, double seconds, const char* json, cons
                                ? 1.0 * shape.seq_lens[0]
                                : static_cast<double>(shape.variant.window_left + 1);
     const double read = visible * static_cast<double>(shape.seq_lens.size()) * shape.kv_heads *
-                        shape.dim * 4;
+                        static_cast<double>(shape.head_bytes() * 2);
     const int copies = copies_beyond_cache(static_cast<std::size_t>(read));
     const int held = shape.variant.window_left < 0 ? copies : std::min(copies, 4);
     const Case c(shape, held);
@@ -270,7 +356,7 @@ void run_timings(const std::string& only, double seconds, const char* json, cons
       c.run(copy, stream);
     });
     const double tb_s = read / us * 1e-6;
-    std::printf("%-38s %9.2f us %7.3f TB/s\n", shape.name.c_str(), us, tb_s);
+    std::printf("%-46s %9.2f us %7.3f TB/s\n", shape.name.c_str(), us, tb_s);
     std::fflush(stdout);
     char line[160];
     std::snprintf(line, sizeof line, "    {\"name\": \"%s\", \"us\": %.3f, \"tb_s\": %.4f}",

@@ -20,15 +20,18 @@ struct HeadRows {
   std::int64_t block_stride = 0;
 };
 
-/// Of blocks with rows of [heads, channels] in a compute dtype.
+/// Of blocks. Strides of quantised formats count bytes.
 inline HeadRows head_rows(const PagedKvCache& cache, std::int64_t heads, std::int64_t channels) {
-  const std::int64_t unit = bytes_of(cache.format().dtype, 1);
+  KvFormat format = cache.format();
+  format.num_heads = heads;  // Formats without scales per head need not know it.
+  const bool dense = format.scales == KvScales::none;
+  const std::int64_t unit = dense ? bytes_of(format.dtype, 1) : 1;
   return {.data = cache.num_blocks() > 0 ? cache.row(0, 0) : nullptr,
           .channels = channels,
           .heads = heads,
           .block_size = cache.block_size(),
           .num_blocks = cache.num_blocks(),
-          .head_stride = channels,
+          .head_stride = format.head_bytes() / unit,
           .row_stride = cache.layout().row_stride / unit,
           .block_stride = cache.layout().block_stride / unit};
 }

@@ -18,22 +18,39 @@ struct Function {
   int blocks_per_multiprocessor;
 };
 
-template <typename T, int kDim>
+template <typename T, int kDim, typename Heads>
 Function function() {
-  using W = Width<T, kDim>;
+  using W = Width<T, kDim, Heads>;
   static_assert((sizeof(SharedMemory<W>) + 1024) * W::kBlocksPerMultiprocessor <= 228 * 1024);
   return {decode_kernel<W>, sizeof(SharedMemory<W>), kDim, W::kBlocksPerMultiprocessor};
 }
 
 template <typename T>
-Function function_of_type(const DecodeParams& p) {
+Function function_of_dense(const DecodeParams& p) {
   const std::int32_t dim = std::max(p.qk_dim, p.v_dim);
-  return dim <= 64 ? function<T, 64>() : dim <= 128 ? function<T, 128>() : function<T, 256>();
+  return dim <= 64    ? function<T, 64, DenseHeads>()
+         : dim <= 128 ? function<T, 128, DenseHeads>()
+                      : function<T, 256, DenseHeads>();
+}
+
+template <typename Heads>
+Function function_of_quantized(const DecodeParams& p) {
+  return p.qk_dim == 64 ? function<__nv_bfloat16, 64, Heads>()
+                        : function<__nv_bfloat16, 128, Heads>();
 }
 
 Function function_of(const DecodeParams& p) {
-  return p.type == ElementType::bf16 ? function_of_type<__nv_bfloat16>(p)
-                                     : function_of_type<__half>(p);
+  switch (p.format) {
+    case HeadFormat::fp8_e4m3:
+      return function_of_quantized<Fp8Heads>(p);
+    case HeadFormat::int8_per_token:
+      return function_of_quantized<Int8Heads>(p);
+    case HeadFormat::int4_per_token:
+      return function_of_quantized<Int4Heads>(p);
+    default:
+      return p.type == ElementType::bf16 ? function_of_dense<__nv_bfloat16>(p)
+                                         : function_of_dense<__half>(p);
+  }
 }
 
 std::size_t aligned(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
@@ -80,17 +97,25 @@ bool is_multiple(const void* pointer, std::uintptr_t of) {
 const char* attention_decode_sm90_declines(const DecodeParams& p) {
   if (p.type == ElementType::f32) return "queries must be bf16 or f16";
   if (std::max(p.qk_dim, p.v_dim) > 256) return "heads must have at most 256 channels";
+  const bool dense = p.format == HeadFormat::dense;
   if ((p.qk_dim | p.v_dim) % 8 != 0) return "widths must be multiples of 8";
+  if (!dense && p.type != ElementType::bf16) return "queries over quantised heads must be bf16";
+  if (!dense && (p.qk_dim != p.v_dim || (p.qk_dim != 64 && p.qk_dim != 128))) {
+    return "quantised heads must have 64 or 128 channels";
+  }
   for (const HeadRows* rows : {&p.k_cache, &p.v_cache}) {
     const std::int64_t strides = rows->head_stride | rows->row_stride | rows->block_stride;
-    if (!is_multiple(rows->data, 16) || strides % 8 != 0) return "rows must be 16-byte aligned";
+    if (!is_multiple(rows->data, dense ? 16 : 8) || strides % 8 != 0) {
+      return "rows must be 16-byte aligned, quantised ones 8-byte aligned";
+    }
   }
   if (!is_multiple(p.q, 16) || (p.q_row_stride | p.q_head_stride) % 8 != 0) {
     return "query rows must be 16-byte aligned";
   }
-  const std::uintptr_t pair = p.out_type == ElementType::f32 ? 8 : 4;
-  if (!is_multiple(p.out, pair) || (p.out_row_stride | p.out_head_stride) % 2 != 0) {
-    return "output rows must be aligned to pairs of elements";
+  const std::int64_t aligned = p.out_type == ElementType::f32 ? 2 : 8;
+  if (!is_multiple(p.out, p.out_type == ElementType::f32 ? 8 : 16) ||
+      (p.out_row_stride | p.out_head_stride) % aligned != 0) {
+    return "output rows must be 16-byte aligned (8 in f32)";
   }
   if (p.k_cache.block_size > INT32_MAX || p.variant.window_left > INT32_MAX ||
       p.variant.attention_chunk > INT32_MAX) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "backends/cuda/sm90/arithmetic.cuh"
+#include "backends/cuda/sm90/attention_decode/formats.cuh"
 #include "backends/cuda/sm90/attention_decode/params.h"
 #include "backends/cuda/sm90/ptx/barrier.cuh"
 #include "backends/cuda/sm90/ptx/copy.cuh"
@@ -21,27 +22,45 @@ constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kKeys = kKeyTile / kWarps;  ///< Keys of a tile that a warp takes: its slice.
 
-/// Keys and values of up to kDim channels.
-template <typename Element, int kDimension>
+/// Keys and values of up to kDim channels; of exactly so many where they are quantised.
+template <typename Element, int kDimension, typename HeadsFormat>
 struct Width {
   using T = Element;
+  using Heads = HeadsFormat;
   static constexpr int kDim = kDimension;
   static constexpr int kBlocksPerMultiprocessor = kDim == 256 ? 1 : 2;
-  /// Slices on their way, of each warp: 192 KB on a multiprocessor.
-  static constexpr int kStages = kDim == 64 ? 6 : 3;
-  static constexpr int kPieces = kDim / 8;  ///< Of 16 bytes, of a row.
+  static constexpr int kPieces = kDim / 8;  ///< Of 16 bytes, of a row of T.
+  static constexpr int kCodeBytes = kDim * Heads::kBits / 8;
+  static constexpr int kHeadBytes = kCodeBytes + Heads::kScaleBytes;
+  /// From a row of codes to the next: an odd number of 8 bytes, so that rows lie in other banks.
+  static constexpr int kRowBytes = Heads::kQuantized ? kCodeBytes + 8 : kCodeBytes;
+  /// Slices on their way, of each warp: what shared memory holds, 6 at most.
+  static constexpr int kStages = Heads::kQuantized ? (kDim == 64 ? 6 : 4) : (kDim == 64 ? 6 : 3);
 };
 
-/// Rows [keys][channels] of a slice; 16-byte piece p of row r lies at p ^ r % 8.
+/// Rows [keys][channels] of T; 16-byte piece p of row r lies at p ^ r % 8.
+template <typename W>
+using Rows = std::uint8_t[kKeys][W::kDim * 2];
+
+/// A warp's keys and values of a tile, as stored; dense ones lie as Rows.
 template <typename W>
 struct Slice {
-  std::uint8_t k[kKeys][W::kDim * 2];
-  std::uint8_t v[kKeys][W::kDim * 2];
+  std::uint8_t k[kKeys][W::kRowBytes];
+  std::uint8_t v[kKeys][W::kRowBytes];
+};
+
+/// Where a warp converts keys, then values, of a quantised slice.
+template <typename W, bool quantized = W::Heads::kQuantized>
+struct Converted {};
+template <typename W>
+struct Converted<W, true> {
+  Rows<W> rows;
 };
 
 template <typename W>
 struct SharedMemory {
   Slice<W> ring[kWarps][W::kStages];
+  Converted<W> converted[kWarps];
   union {
     std::uint8_t q[kRows][W::kDim * 2];  ///< Of the job, as rows of a slice.
     float4 merge[2][W::kDim / 8][32];    ///< Outputs of two warps at its end, in fragment order.
@@ -92,7 +111,6 @@ struct JobRows {
   __device__ KeyInterval visible(std::int32_t row) const {
     return visible_keys(k.op.variant, token(min(row, num_rows - 1)), extent);
   }
-  __device__ QueryInterval tokens() const { return {token(0), token(num_rows - 1) + 1}; }
 };
 
 }  // namespace fovea::cuda::decode

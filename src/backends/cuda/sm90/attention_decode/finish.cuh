@@ -5,44 +5,69 @@
 
 namespace fovea::cuda::decode {
 
-/// Writes channels 8 j + 2 c and the next of two rows; `value` has them as MergedValue does. Where
-/// nothing is visible zeros. The head's sink joins the denominator here and only here.
-template <typename T>
-__device__ __forceinline__ void store_channels(const KernelParams& k, const JobRows& rows, int j,
-                                               const float4& value, const float2& max,
-                                               const float2& sum) {
-  const int lane = threadIdx.x % 32;
-  const int channel = 8 * j + lane % 4 * 2;
-  if (channel >= k.op.v_dim) return;
+/// Where a lane's two rows go, and what their outputs are multiplied by. Where nothing is visible
+/// outputs are zeros and lse -inf. The head's sink joins the denominator here and only here.
+class RowTargets {
+ public:
+  __device__ __forceinline__ RowTargets(const KernelParams& k, const JobRows& rows,
+                                        const float2& max, const float2& sum)
+      : op_(k.op) {
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const std::int32_t row = lane / 4 + 8 * r;
-    if (row >= rows.num_rows) continue;
-    const std::int32_t head = rows.head(row);
-    const float total = r == 0 ? sum.x : sum.y, top = r == 0 ? max.x : max.y;
-    float denominator = total;
-    if (k.op.sinks != nullptr) {
-      denominator += exp2_approx(__ldg(k.op.sinks + head) * kLog2e - top);
-    }
-    const float factor = total == 0.f ? 0.f : 1.f / denominator;
-    const float a = (r == 0 ? value.x : value.y) * factor;
-    const float b = (r == 0 ? value.z : value.w) * factor;
-    const std::int64_t out_row = std::int64_t{rows.query_begin} + rows.token(row);
-    const std::int64_t at = out_row * k.op.out_row_stride + head * k.op.out_head_stride + channel;
-    if (k.op.out_type == ElementType::f32) {
-      *reinterpret_cast<float2*>(static_cast<float*>(k.op.out) + at) = float2{a, b};
-    } else {
-      *reinterpret_cast<std::uint32_t*>(static_cast<std::uint16_t*>(k.op.out) + at) =
-          pack<T>(a, b);
-    }
-    if (channel == 0 && k.op.lse != nullptr) {
-      k.op.lse[head * k.op.lse_head_stride + out_row * k.op.lse_row_stride] =
-          total == 0.f ? -INFINITY : (top + log2f(total)) * kLn2;
+    for (int r = 0; r < 2; ++r) {
+      const std::int32_t row = threadIdx.x % 32 / 4 + 8 * r;
+      exists_[r] = row < rows.num_rows;
+      const std::int32_t head = rows.head(row);
+      const std::int64_t out_row = std::int64_t{rows.query_begin} + rows.token(row);
+      const float total = r == 0 ? sum.x : sum.y, top = r == 0 ? max.x : max.y;
+      float denominator = total;
+      if (op_.sinks != nullptr && exists_[r]) {
+        denominator += exp2_approx(__ldg(op_.sinks + head) * kLog2e - top);
+      }
+      factor_[r] = total == 0.f ? 0.f : 1.f / denominator;
+      at_[r] = out_row * op_.out_row_stride + head * op_.out_head_stride;
+      if (op_.lse != nullptr && exists_[r] && threadIdx.x % 4 == 0 && threadIdx.x < 32) {
+        op_.lse[head * op_.lse_head_stride + out_row * op_.lse_row_stride] =
+            total == 0.f ? -INFINITY : (top + log2f(total)) * kLn2;
+      }
     }
   }
-}
 
-/// Merges the warps' results into the first warp's outputs.
+  /// Channels 8 j + 2 c and the next of four blocks from `j` on, as MergedValue has them. Run by
+  /// whole warps.
+  template <typename T>
+  __device__ __forceinline__ void store(int j, const float4 (&value)[4]) const {
+    const int c = threadIdx.x % 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      std::uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float a = (r == 0 ? value[i].x : value[i].y) * factor_[r];
+        const float b = (r == 0 ? value[i].z : value[i].w) * factor_[r];
+        words[i] = pack<T>(a, b);
+        const int channel = 8 * (j + i);
+        if (op_.out_type == ElementType::f32 && exists_[r] && channel < op_.v_dim) {
+          *reinterpret_cast<float2*>(static_cast<float*>(op_.out) + at_[r] + channel + 2 * c) =
+              float2{a, b};
+        }
+      }
+      if (op_.out_type == ElementType::f32) continue;
+      transpose_in_quad(words);
+      // Now 8 neighbouring channels of a block of its own are in each lane.
+      if (!exists_[r] || 8 * (j + c) >= op_.v_dim) continue;
+      *reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(op_.out) + at_[r] + 8 * (j + c)) =
+          uint4{words[0], words[1], words[2], words[3]};
+    }
+  }
+
+ private:
+  const DecodeParams& op_;
+  bool exists_[2];
+  float factor_[2];
+  std::int64_t at_[2];
+};
+
+/// Merges the warps' results: their maxima and sums, and their outputs into two, in s.merge.
 template <typename W>
 __device__ __forceinline__ void merge_warps(SharedMemory<W>& s, Attention<W>& attention,
                                             float2& max, float2& sum) {
@@ -78,27 +103,26 @@ __device__ __forceinline__ void merge_warps(SharedMemory<W>& s, Attention<W>& at
   sum = float2{total[0], total[1]};
 #pragma unroll
   for (int i = 0; i < W::kDim / 2; ++i) attention.out[i] *= weight[i / 2 % 2];
-  // Two warps take the others' outputs, then one the other's, in the place that this one has read.
+  // Two warps take the others' outputs, and leave theirs where they have read.
+  auto& place = s.merge[warp % 2];
+  if (warp >= 2) {
 #pragma unroll
-  for (int takers = kWarps / 2; takers > 0; takers /= 2) {
-    const int place = warp % takers + kWarps / 2 - takers;
-    if (warp / takers == 1) {
-#pragma unroll
-      for (int j = 0; j < W::kDim / 8; ++j) {
-        const float* o = attention.out + 4 * j;
-        s.merge[place][j][lane] = float4{o[0], o[1], o[2], o[3]};
-      }
-    }
-    __syncthreads();
-    if (warp / takers == 0) {
-#pragma unroll
-      for (int j = 0; j < W::kDim / 8; ++j) {
-        const float4 other = s.merge[place][j][lane];
-        float* o = attention.out + 4 * j;
-        o[0] += other.x, o[1] += other.y, o[2] += other.z, o[3] += other.w;
-      }
+    for (int j = 0; j < W::kDim / 8; ++j) {
+      const float* o = attention.out + 4 * j;
+      place[j][lane] = float4{o[0], o[1], o[2], o[3]};
     }
   }
+  __syncthreads();
+  if (warp < 2) {
+#pragma unroll
+    for (int j = 0; j < W::kDim / 8; ++j) {
+      const float4 other = place[j][lane];
+      const float* o = attention.out + 4 * j;
+      place[j][lane] =
+          float4{o[0] + other.x, o[1] + other.y, o[2] + other.z, o[3] + other.w};
+    }
+  }
+  __syncthreads();
 }
 
 /// Of several blocks that share a job the last to come merges.
@@ -116,18 +140,28 @@ __device__ void merge_blocks(const KernelParams& k, const JobRows& rows,
   __syncthreads();
   if (!s.last_arriver) return;
   const int lane = threadIdx.x % 32;
-  for (int j = threadIdx.x / 32; j < W::kDim / 8; j += kWarps) {
-    const split_kv::MergedValue merged = split_kv::merge_values<8>(
-        pieces.count,
-        [&](int i, float2& max, float2& sum) {
-          const float* at = k.partial_stats + pieces.slot(i) * (2 * kRows) + lane / 4;
-          max = float2{__ldcg(at), __ldcg(at + 8)};
-          sum = float2{__ldcg(at + kRows), __ldcg(at + kRows + 8)};
-        },
-        [&](int i) {
-          return __ldcg(k.partial_out + (pieces.slot(i) * (W::kDim / 8) + j) * 32 + lane);
-        });
-    store_channels<typename W::T>(k, rows, j, merged.value, merged.max, merged.sum);
+#pragma unroll 1
+  for (int first = threadIdx.x / 32 * 4; first < W::kDim / 8; first += kWarps * 4) {
+    float4 value[4];
+    float2 max, sum;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const split_kv::MergedValue merged = split_kv::merge_values<4>(
+          pieces.count,
+          [&](int n, float2& max, float2& sum) {
+            const float* at = k.partial_stats + pieces.slot(n) * (2 * kRows) + lane / 4;
+            max = float2{__ldcg(at), __ldcg(at + 8)};
+            sum = float2{__ldcg(at + kRows), __ldcg(at + kRows + 8)};
+          },
+          [&](int n) {
+            const int block = pieces.slot(n) * (W::kDim / 8) + first + i;
+            return __ldcg(k.partial_out + block * 32 + lane);
+          });
+      value[i] = merged.value;
+      max = merged.max;
+      sum = merged.sum;
+    }
+    RowTargets(k, rows, max, sum).store<typename W::T>(first, value);
   }
 }
 
@@ -138,19 +172,23 @@ __device__ __forceinline__ void finish(const KernelParams& k, const JobShare& sh
                                        SharedMemory<W>& s, Attention<W>& attention) {
   float2 max, sum;
   merge_warps<W>(s, attention, max, sum);
-  if (threadIdx.x < 32) {
-    const int lane = threadIdx.x;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const auto value_of = [&](int j) {
+    const float4 a = s.merge[0][j][lane], b = s.merge[1][j][lane];
+    return float4{a.x + b.x, a.z + b.z, a.y + b.y, a.w + b.w};
+  };
+  if (share.whole) {
+    const RowTargets targets(k, rows, max, sum);
 #pragma unroll
-    for (int j = 0; j < W::kDim / 8; ++j) {
-      const float* o = attention.out + 4 * j;
-      const float4 value{o[0], o[2], o[1], o[3]};
-      if (share.whole) {
-        store_channels<typename W::T>(k, rows, j, value, max, sum);
-      } else {
-        __stcg(k.partial_out + (share.slot * (W::kDim / 8) + j) * 32 + lane, value);
-      }
+    for (int j = warp * 4; j < W::kDim / 8; j += kWarps * 4) {
+      const float4 value[4] = {value_of(j), value_of(j + 1), value_of(j + 2), value_of(j + 3)};
+      targets.store<typename W::T>(j, value);
     }
-    if (!share.whole && lane % 4 == 0) {
+  } else {
+    for (int j = warp; j < W::kDim / 8; j += kWarps) {
+      __stcg(k.partial_out + (share.slot * (W::kDim / 8) + j) * 32 + lane, value_of(j));
+    }
+    if (warp == 0 && lane % 4 == 0) {
       float* at = k.partial_stats + share.slot * (2 * kRows) + lane / 4;
       __stcg(at, max.x);
       __stcg(at + 8, max.y);

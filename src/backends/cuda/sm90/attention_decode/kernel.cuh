@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(kThreads, W::kBlocksPerMultiprocessor)
   auto& s = *reinterpret_cast<SharedMemory<W>*>(shared_bytes);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   auto& ring = s.ring[warp];
-  if (k.op.qk_dim < W::kDim || k.op.v_dim < W::kDim) {
+  if (!W::Heads::kQuantized && (k.op.qk_dim < W::kDim || k.op.v_dim < W::kDim)) {
     auto* words = reinterpret_cast<uint4*>(ring);
     constexpr int kWords = sizeof ring / sizeof(uint4);
     for (int i = lane; i < kWords; i += 32) words[i] = uint4{0, 0, 0, 0};
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads, W::kBlocksPerMultiprocessor)
       loader.issue(stage == 0 ? W::kStages - 1 : stage - 1);
       const std::int32_t first = (share.first_tile + t) * kKeyTile + warp * kKeys;
       if (first < attention.any_end && first + kKeys > attention.any_begin) {
-        attention.add(query, ring[stage], first);
+        attention.add(query, ring[stage], s.converted[warp], first);
       }
       stage = stage == W::kStages - 1 ? 0 : stage + 1;
     }

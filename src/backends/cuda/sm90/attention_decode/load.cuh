@@ -47,10 +47,14 @@ class Loader {
 
   /// Keys that no query token sees are not read; they come out as zeros.
   __device__ __forceinline__ void copy(int stage) {
+    using Heads = typename W::Heads;
+    constexpr int kPieces = W::kHeadBytes / Heads::kCopy;
+    constexpr std::int64_t kUnit = Heads::kQuantized ? 1 : 2;  // Of strides.
     const int lane = threadIdx.x % 32;
     const std::int32_t kv_head = share_.job / k_.shape.row_jobs(share_.query_len);
     const auto offset_of = [&](const HeadRows& rows) {
-      return (block_ * rows.block_stride + row_ * rows.row_stride + kv_head * rows.head_stride) * 2;
+      return (block_ * rows.block_stride + row_ * rows.row_stride + kv_head * rows.head_stride) *
+             kUnit;
     };
     const std::int64_t k_offset = offset_of(k_.op.k_cache), v_offset = offset_of(k_.op.v_cache);
     const auto* keys = static_cast<const std::uint8_t*>(k_.op.k_cache.data);
@@ -58,15 +62,22 @@ class Loader {
     const std::uint32_t k_to = ptx::shared_address(ring_[stage].k);
     const std::uint32_t v_to = ptx::shared_address(ring_[stage].v);
 #pragma unroll
-    for (int i = 0; i < kKeys * W::kPieces / 32; ++i) {
-      const int row = (i * 32 + lane) / W::kPieces, piece = (i * 32 + lane) % W::kPieces;
-      const std::int64_t k_at = __shfl_sync(~0u, k_offset, row) + piece * 16;
-      const std::int64_t v_at = __shfl_sync(~0u, v_offset, row) + piece * 16;
+    for (int i = 0; i < (kKeys * kPieces + 31) / 32; ++i) {
+      const int index = i * 32 + lane, row = index / kPieces, piece = index % kPieces;
+      const std::int64_t k_at = __shfl_sync(~0u, k_offset, row) + piece * Heads::kCopy;
+      const std::int64_t v_at = __shfl_sync(~0u, v_offset, row) + piece * Heads::kCopy;
       const bool needed = __shfl_sync(~0u, needed_, row);
-      const std::uint32_t to = row * W::kDim * 2 + piece_offset(row, piece);
-      // Channels past the last stay the zeros that they are from the start.
-      if (piece * 8 < k_.op.qk_dim) ptx::copy_piece(k_to + to, keys + k_at, needed);
-      if (piece * 8 < k_.op.v_dim) ptx::copy_piece(v_to + to, values + v_at, needed);
+      if constexpr (Heads::kQuantized) {
+        if (row >= kKeys) continue;
+        const std::uint32_t to = row * W::kRowBytes + piece * Heads::kCopy;
+        ptx::copy_half_piece(k_to + to, keys + k_at, needed);
+        ptx::copy_half_piece(v_to + to, values + v_at, needed);
+      } else {
+        const std::uint32_t to = row * W::kRowBytes + piece_offset(row, piece);
+        // Channels past the last stay the zeros that they are from the start.
+        if (piece * 8 < k_.op.qk_dim) ptx::copy_piece(k_to + to, keys + k_at, needed);
+        if (piece * 8 < k_.op.v_dim) ptx::copy_piece(v_to + to, values + v_at, needed);
+      }
     }
   }
 

@@ -14,13 +14,30 @@ const char* why_not(const AttentionDecodeParams& p) {
     return "query and output rows must have unit innermost strides";
   }
   if (p.sinks.ndim > 0 && p.sinks.strides[0] != 1) return "sinks must be contiguous";
-  for (const PagedKvCache* cache : {p.kv.k_cache, p.kv.v_cache}) {
-    const KvFormat& format = cache->format();
-    if (format.scales != KvScales::none || format.dtype != p.q.dtype) {
-      return "blocks must hold rows of the queries' dtype";
-    }
+  const KvFormat &k = p.kv.k_cache->format(), &v = p.kv.v_cache->format();
+  if (k.scales != v.scales || k.dtype != v.dtype) return "keys and values must have one format";
+  switch (k.scales) {
+    case KvScales::none:
+      return k.dtype == p.q.dtype ? nullptr : "dense blocks must hold the queries' dtype";
+    case KvScales::per_tensor:
+      return k.dtype == DType::f8e4m3fn ? nullptr : "fp8_e5m2 is not taken";
+    default:
+      if (k.dtype == DType::f8e4m3fn) return "fp8_per_token is not taken";
+      return 2 * k.first_group == p.q.shape[2] && 2 * v.first_group == p.out.shape[2]
+                 ? nullptr
+                 : "scales must be of the halves of a head";
   }
-  return nullptr;
+}
+
+HeadFormat head_format(const KvFormat& format) {
+  switch (format.scales) {
+    case KvScales::none:
+      return HeadFormat::dense;
+    case KvScales::per_tensor:
+      return HeadFormat::fp8_e4m3;
+    default:
+      return format.dtype == DType::i8 ? HeadFormat::int8_per_token : HeadFormat::int4_per_token;
+  }
 }
 
 /// Everything but the plan's arrays, which are on the host yet.
@@ -35,6 +52,9 @@ DecodeParams operands_of(const AttentionDecodeParams& p) {
   o.q = p.q.data;
   o.q_row_stride = p.q.strides[0];
   o.q_head_stride = p.q.strides[1];
+  o.format = head_format(p.kv.k_cache->format());
+  o.k_scale = p.kv.k_cache->format().scale;
+  o.v_scale = p.kv.v_cache->format().scale;
   o.k_cache = head_rows(*p.kv.k_cache, o.num_kv_heads, o.qk_dim);
   o.v_cache = head_rows(*p.kv.v_cache, o.num_kv_heads, o.v_dim);
   o.out_type = element_type(p.out.dtype);

@@ -10,6 +10,14 @@
 
 namespace fovea::cuda {
 
+/// How a head of a cache row is stored. Scales multiply the stored codes.
+enum class HeadFormat : std::int32_t {
+  dense,           ///< Elements of the queries' dtype.
+  fp8_e4m3,        ///< One byte a channel, one scale for the tensor (k_scale, v_scale).
+  int8_per_token,  ///< One byte a channel, then two f32: scales of the head's halves.
+  int4_per_token,  ///< Half a byte a channel, the even one in the low nibble; then as int8.
+};
+
 /// Attention of query tokens that stand at the end of their sequences, over paged keys and values,
 /// as fovea::AttentionDecodeParams. All pointers are device memory.
 struct DecodeParams {
@@ -22,11 +30,13 @@ struct DecodeParams {
   const std::int32_t* query_start_loc = nullptr;  ///< [num_requests + 1]
   const std::int32_t* seq_lens = nullptr;         ///< [num_requests], query tokens included.
 
-  ElementType type = ElementType::bf16;  ///< Of q and of blocks.
+  ElementType type = ElementType::bf16;  ///< Of q, and of blocks that are dense.
   const void* q = nullptr;               ///< [rows, N, Dk], unit innermost stride.
   std::int64_t q_row_stride = 0;
   std::int64_t q_head_stride = 0;
-  HeadRows k_cache, v_cache;
+  HeadFormat format = HeadFormat::dense;
+  float k_scale = 1.f, v_scale = 1.f;  ///< Of fp8_e4m3.
+  HeadRows k_cache, v_cache;           ///< Strides of quantised formats count bytes.
   /// [num_requests, ...]; a request's entries are read only where a query sees their keys.
   const std::int32_t* block_table = nullptr;
   std::int64_t block_table_stride = 0;

@@ -77,6 +77,15 @@ __device__ __forceinline__ void copy_piece(std::uint32_t destination, const void
                : "memory");
 }
 
+/// As copy_piece, 8 bytes.
+__device__ __forceinline__ void copy_half_piece(std::uint32_t destination, const void* source,
+                                                bool exists) {
+  const int bytes = exists ? 8 : 0;
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(destination), "l"(source),
+               "r"(bytes)
+               : "memory");
+}
+
 /// Ends a group of this thread's copy_piece calls.
 __device__ __forceinline__ void commit_pieces() {
   asm volatile("cp.async.commit_group;" ::: "memory");
