@@ -3,6 +3,18 @@
 enable_language(CUDA)
 find_package(CUDAToolkit 13 REQUIRED)
 
+# Only cuBLASLt's header: the library is opened where a model first needs it. It is part of the
+# toolkit or of the wheel nvidia-cublas. Without it everything but models is built.
+find_package(Python3 COMPONENTS Interpreter)
+if(Python3_FOUND)
+  set(wheel_include_dir ${Python3_SITELIB}/nvidia/cu13/include)
+endif()
+find_path(FOVEA_CUBLASLT_INCLUDE_DIR cublasLt.h HINTS ${CUDAToolkit_INCLUDE_DIRS}
+          ${wheel_include_dir} DOC "Folder of cublasLt.h")
+if(NOT FOVEA_CUBLASLT_INCLUDE_DIR)
+  message(STATUS "cublasLt.h not found: models cannot run on a GPU; pip install nvidia-cublas")
+endif()
+
 # fovea_cuda_room(<room> <architecture>...): its .cu files are built for these. constexpr functions
 # of core and variants serve the device too.
 function(fovea_cuda_room room)

@@ -58,3 +58,11 @@ function(fovea_test room)
   gtest_discover_tests(fovea_${room}_tests TEST_PREFIX ${room}/ DISCOVERY_TIMEOUT 60
                        PROPERTIES TIMEOUT 300)
 endfunction()
+
+# fovea_test_on_device(<room>): its tests run on a GPU too, where the build and the machine have one.
+function(fovea_test_on_device room)
+  if(FOVEA_CUDA)
+    target_sources(fovea_${room}_tests PRIVATE ${PROJECT_SOURCE_DIR}/tests/support/cuda_memory.cc)
+    target_link_libraries(fovea_${room}_tests PRIVATE CUDA::cudart_static)
+  endif()
+endfunction()

@@ -10,8 +10,9 @@ if ! command -v nvcc >/dev/null; then
 fi
 out=build/cuda
 mkdir -p "$out"
+cublaslt=$(bash scripts/cublaslt-include.sh)
 flags=(-std=c++20 -O3 -lineinfo --cudart static --expt-relaxed-constexpr -Iinclude -Isrc -Itests
-  -Xptxas -v)
+  -I"$cublaslt" -Xptxas -v)
 # wgmma and setmaxnreg need the sm_90a target; plain kernels run on any GPU from 8.0 on.
 sm90=(-gencode "arch=compute_90a,code=sm_90a")
 sm80=(-gencode "arch=compute_80,code=sm_80")
@@ -33,7 +34,8 @@ compile() {
 }
 
 sources=0
-for source in src/backends/cuda/plain/*.cu src/backends/cuda/*.cu src/backends/cuda/*.cc; do
+for source in src/backends/cuda/plain/*.cu src/backends/cuda/*.cu src/backends/cuda/*.cc \
+  src/linear/*.cu src/linear/cublaslt*.cc; do
   compile "$source" "${sm80[@]}" >/dev/null
   sources=$((sources + 1))
 done

@@ -32,6 +32,7 @@ HEADER_ROOM = {
     "error": "core",
     "dtype": "core",
     "tensor": "core",
+    "memory": "core",
     "thread_pool": "core",
     "workspace": "core",
     "quant": "quant",

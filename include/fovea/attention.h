@@ -90,6 +90,7 @@ struct AttentionOptions {
   /// What the layer computes in. Default: the dtype of the first projection that is not FP8, in the
   /// order qkv, q, k, v, o; where all are FP8 it must be given.
   std::optional<DType> dtype = {};
+  MemorySource memory = {};  ///< Where weights are kept: that of the contexts which will compute.
 };
 
 /// Keys and values of one layer, under one block table.

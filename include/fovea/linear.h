@@ -12,8 +12,8 @@
 
 namespace fovea {
 
-/// How products are computed. FOVEA_LINEAR=onednn|plain|auto decides where `automatic` is asked
-/// for; another value is an error.
+/// How products are computed on the host. FOVEA_LINEAR=onednn|plain|auto decides where `automatic`
+/// is asked for; another value is an error. Weights on a GPU take `automatic` alone: cuBLASLt.
 enum class LinearBackend : std::uint8_t {
   automatic,  ///< oneDNN where it computes in the weights' dtype in its own layout (AVX-512), else
               ///< plain.
@@ -75,6 +75,7 @@ OwnedQuantizedWeight quantize_weight(const TensorView& weight, const WeightGroup
 OwnedQuantizedWeight quantize_weight_mxfp4(const TensorView& weight);
 
 /// y = x W^T + bias with W [out_features, in_features]. Immutable but for `reload`; shared freely.
+/// Weights come in host memory and are kept in `memory`, whose device computes.
 class Linear {
  public:
   Linear();
@@ -82,11 +83,12 @@ class Linear {
   /// compute dtype. Throws Error(invalid_argument) on shapes, Error(unsupported) when the forced
   /// backend was not built in.
   Linear(const TensorView& weight, const TensorView& bias,
-         LinearBackend backend = LinearBackend::automatic);
-  /// Keeps the codes and decodes them on the way into the product; x, out and `bias` (optional) are
-  /// of `dtype`. A row of the identity as x gives the row of dequantize_weight, bit
-  /// for bit.
-  Linear(const QuantizedWeight& weight, const TensorView& bias, DType dtype);
+         LinearBackend backend = LinearBackend::automatic, const MemorySource& memory = {});
+  /// Keeps the codes and decodes them on the way into the product, on a GPU with one rounding to
+  /// `dtype`; x, out and `bias` (optional) are of `dtype`. A row of the identity as x gives the row
+  /// of dequantize_weight, bit for bit.
+  Linear(const QuantizedWeight& weight, const TensorView& bias, DType dtype,
+         const MemorySource& memory = {});
   ~Linear();
   Linear(Linear&&) noexcept;
   Linear& operator=(Linear&&) noexcept;
@@ -96,12 +98,13 @@ class Linear {
   std::int64_t out_features() const;
   DType dtype() const;
   std::int64_t weight_bytes() const;      ///< As packed.
-  /// "onednn/bf16", "onednn/f32", "plain", "plain/fp8", "plain/mxfp4".
+  /// "onednn/bf16", "onednn/f32", "plain", "plain/fp8", "plain/mxfp4"; "cublaslt" and its like.
   std::string_view backend_name() const;
   std::optional<WeightGroups> groups() const;  ///< Of a quantised weight.
 
-  /// x [T, in], out [T, out], both of dtype(), unit innermost stride, any row stride; no overlap.
-  /// Sums are f32; a result is rounded once, to nearest even.
+  /// x [T, in], out [T, out], both of dtype(), unit innermost stride, any row stride (on a GPU rows
+  /// may not overlap); no overlap of the two. Sums are f32; a result is rounded once, to nearest
+  /// even.
   void operator()(const ExecutionContext& ctx, const TensorView& x, const TensorView& out) const;
   /// Scratch for T tokens.
   std::int64_t workspace_bytes(std::int64_t tokens) const;
@@ -121,11 +124,13 @@ class BatchedLinear {
   BatchedLinear();
   /// `weight` [N, K, M] of a compute dtype, any strides.
   explicit BatchedLinear(const TensorView& weight,
-                         LinearBackend backend = LinearBackend::automatic);
+                         LinearBackend backend = LinearBackend::automatic,
+                         const MemorySource& memory = {});
   /// A weight [M, K] for each head, all in the same groups, which must divide M and K; x and out
   /// are of `dtype`. FP8 is on both sides: each row of x is rounded to f8e4m3fn in groups of
   /// `groups.in` channels with scales of their own. With MXFP4 x stays as it is.
-  BatchedLinear(std::span<const QuantizedWeight> heads, DType dtype);
+  BatchedLinear(std::span<const QuantizedWeight> heads, DType dtype,
+                const MemorySource& memory = {});
   ~BatchedLinear();
   BatchedLinear(BatchedLinear&&) noexcept;
   BatchedLinear& operator=(BatchedLinear&&) noexcept;

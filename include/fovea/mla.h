@@ -92,6 +92,7 @@ struct MlaOptions {
   /// They saturate. Queries of prefills stay as they are.
   float q_scale = 0.f;
   AbsorbedProducts absorbed_products = AbsorbedProducts::dense;  ///< Two steps only.
+  MemorySource memory = {};  ///< Where weights are kept: that of the contexts which will compute.
 };
 
 /// kv_b_proj as the absorbed form multiplies with it: views of its memory.
@@ -113,6 +114,7 @@ struct MlaAttentionOptions {
   TensorView sinks = {};  ///< As in MlaWeights.
   float q_scale = 0.f;    ///< As in MlaOptions.
   AbsorbedProducts absorbed_products = AbsorbedProducts::dense;  ///< As in MlaOptions.
+  MemorySource memory = {};                                      ///< As in MlaOptions.
 };
 
 /// Attention over already projected operands, before o_proj: expanded prefill with context chunks,
@@ -173,7 +175,7 @@ class MlaAttention {
   MlaAttention(const MlaDims& dims, const Projection& kv_b_proj, DType dtype,
                const MlaAttentionOptions& options);
   void reload(const Projection& kv_b_proj, KvBOrder order, const TensorView& sinks);
-  void make_absorbed(const Projection& kv_b_proj, DType dtype, LinearBackend linear);
+  void make_absorbed(const Projection& kv_b_proj, DType dtype, const MlaAttentionOptions& options);
   void reload_absorbed(const Projection& kv_b_proj);
   Expanded split_expanded(const TensorView& kv) const;
   TensorView sinks() const { return sinks_ ? sinks_.view() : TensorView{}; }

@@ -96,6 +96,9 @@ class Model {
     float q_scale = 0.f;
     AbsorbedProducts absorbed_products = AbsorbedProducts::dense;
     LinearBackend linear = LinearBackend::automatic;
+    /// Where the layers' weights are kept: that of the contexts which will compute. What
+    /// mla_weights and gqa_weights give stays on the host.
+    MemorySource memory = {};
   };
   /// A preset's name, or a directory with config.json and model.safetensors or its sharded index.
   /// Files stay mapped while the model lives where dtype equals theirs. Throws Error that names the

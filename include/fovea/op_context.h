@@ -18,11 +18,8 @@ struct OpContext : ExecutionContext {
   std::span<const Backend* const> backends;
   /// What plans for this context should assume.
   PlanTarget plan_target;
-  /// Of the device that ops run on. They take views of that device, and host views that it can
-  /// address (on a GPU: pinned or managed memory).
-  MemorySource memory;
-  /// Of a GPU: the cudaStream_t that ops are queued on. They return before they are done.
-  void* stream = nullptr;
+  /// Host memory that the device addresses: pinned on a GPU.
+  MemorySource host_memory = {};
 };
 
 /// Why an implementation was taken or declined, for `fovea info`.

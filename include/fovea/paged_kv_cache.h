@@ -27,7 +27,8 @@ class PagedKvCache {
   PagedKvCache() = default;
 
   /// Owning and uninitialised. Throws Error(invalid_argument) on a bad format or layout.
-  static PagedKvCache allocate(const KvFormat& format, const KvCacheLayout& layout);
+  static PagedKvCache allocate(const KvFormat& format, const KvCacheLayout& layout,
+                               const MemorySource& memory = {});
   /// A view of `base`, memory of `device`, which must outlive it and hold required_bytes().
   static PagedKvCache view(void* base, const KvFormat& format, const KvCacheLayout& layout,
                            Device device = {});

@@ -77,8 +77,8 @@ double yarn_mscale(double factor, double m);
 class RotaryEmbedding {
  public:
   RotaryEmbedding() = default;
-  /// Throws Error(invalid_argument) that names the field.
-  explicit RotaryEmbedding(const RopeConfig& config);
+  /// Its table is kept in `memory`. Throws Error(invalid_argument) that names the field.
+  explicit RotaryEmbedding(const RopeConfig& config, const MemorySource& memory = {});
 
   const RopeConfig& config() const { return config_; }
   std::vector<double> inv_freq() const;                          ///< [R / 2]

@@ -10,17 +10,11 @@
 #include <string>
 
 #include "fovea/dtype.h"
+#include "fovea/memory.h"
 
 namespace fovea {
 
 inline constexpr int kMaxRank = 6;
-
-struct Device {
-  enum class Type : std::uint8_t { cpu, cuda };
-  Type type = Type::cpu;
-  int index = 0;
-  bool operator==(const Device&) const = default;
-};
 
 /// A non-owning strided array. `data` points at element [0, ..., 0]; strides count elements and may
 /// be anything, zero and negative included. A default-constructed view is absent: `!view`.
@@ -71,15 +65,19 @@ struct TensorView {
 /// "bf16[3, 16, 576] strides [9216, 576, 1]", for error texts.
 std::string to_string(const TensorView& view);
 
-/// Owning, row-major, 64-byte aligned CPU memory. Movable, not copyable.
+/// Owning, row-major, 64-byte aligned memory. Movable, not copyable.
 class Tensor {
  public:
   Tensor() = default;
   /// Uninitialised. Throws Error(invalid_argument) on a negative extent or overflow.
-  static Tensor empty(DType dtype, std::span<const std::int64_t> shape);
-  static Tensor empty(DType dtype, std::initializer_list<std::int64_t> shape);
+  static Tensor empty(DType dtype, std::span<const std::int64_t> shape,
+                      const MemorySource& memory = {});
+  static Tensor empty(DType dtype, std::initializer_list<std::int64_t> shape,
+                      const MemorySource& memory = {});
   static Tensor zeros(DType dtype, std::span<const std::int64_t> shape);
   static Tensor zeros(DType dtype, std::initializer_list<std::int64_t> shape);
+  /// The elements of `view` in host memory, any strides; absent of an absent view.
+  static Tensor copy_of(const TensorView& view, const MemorySource& memory = {});
   Tensor(Tensor&& other) noexcept;
   Tensor& operator=(Tensor&& other) noexcept;
 
@@ -92,9 +90,13 @@ class Tensor {
     return view_.ptr<T>(index);
   }
   std::int64_t nbytes() const { return bytes_of(view_.dtype, view_.numel()); }
+  /// As copy(src, view()) does, wherever this tensor is; `src` is in host memory. Not in a step:
+  /// allocates where the two differ in more than the device.
+  void assign(const TensorView& src) const;
 
  private:
   struct Free {
+    MemorySource source;
     void operator()(std::byte* memory) const;
   };
   std::unique_ptr<std::byte, Free> memory_;

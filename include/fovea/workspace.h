@@ -11,13 +11,6 @@
 
 namespace fovea {
 
-/// Where memory comes from. `allocate` throws Error(resource_exhausted) when there is none.
-struct MemorySource {
-  Device device;
-  std::byte* (*allocate)(Device device, std::int64_t bytes) = nullptr;  ///< Null: the host's heap.
-  void (*free)(Device device, std::byte* memory) = nullptr;
-};
-
 /// A stack of scratch memory. Grows only through `reserve`; `take` never allocates.
 class Workspace {
  public:
@@ -82,6 +75,11 @@ class WorkspaceScope {
 struct ExecutionContext {
   ThreadPool* pool = nullptr;
   Workspace* workspace = nullptr;
+  /// Of the device that computes: weights and the workspace lie in it. Ops take views of that
+  /// device, and host views that it can address (on a GPU: pinned or managed memory).
+  MemorySource memory = {};
+  /// Of a GPU: the cudaStream_t that work is queued on. Calls return before it is done.
+  void* stream = nullptr;
 };
 
 }  // namespace fovea

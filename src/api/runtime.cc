@@ -79,6 +79,7 @@ void Runtime::State::use_cuda(const RuntimeOptions& options, const Choice& kerne
   device_name = device.name + ", " + std::to_string(device.multiprocessors) +
                 " multiprocessors, " + std::to_string(device.memory_bytes >> 30) + " GiB";
   context.memory = cuda_memory(options.cuda_device);
+  context.host_memory = cuda_host_memory();
   context.stream = options.cuda_stream;
   context.plan_target.num_workers = device.multiprocessors;
 }

@@ -1,6 +1,7 @@
 #include "core/aligned_memory.h"
 
 #include <cstdlib>
+#include <cstring>
 
 #include "core/check.h"
 
@@ -39,5 +40,26 @@ std::byte* allocate_aligned(std::int64_t bytes, std::string_view what) {
 }
 
 void free_aligned(std::byte* memory) { std::free(memory); }
+
+std::byte* allocate(const MemorySource& source, std::int64_t bytes, std::string_view what) {
+  if (source.allocate == nullptr) return allocate_aligned(bytes, what);
+  return source.allocate(source.device, bytes > 0 ? bytes : 1);
+}
+
+void release(const MemorySource& source, std::byte* memory) {
+  source.free ? source.free(source.device, memory) : free_aligned(memory);
+}
+
+std::string to_string(const Device& device) {
+  if (device.type == Device::Type::cpu) return "the CPU";
+  return "CUDA device " + std::to_string(device.index);
+}
+
+void copy_bytes(const MemorySource& source, void* to, const void* from, std::int64_t bytes,
+                void* stream) {
+  if (bytes == 0) return;
+  if (source.copy) return source.copy(source.device, to, from, bytes, stream);
+  std::memcpy(to, from, static_cast<std::size_t>(bytes));
+}
 
 }  // namespace fovea

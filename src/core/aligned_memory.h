@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <string_view>
 
+#include "fovea/memory.h"
+
 namespace fovea {
 
 /// A cache line; also a full zmm register.
@@ -14,5 +16,9 @@ inline constexpr std::int64_t kMemoryAlignment = 64;
 /// Error(resource_exhausted) that names `what`.
 std::byte* allocate_aligned(std::int64_t bytes, std::string_view what);
 void free_aligned(std::byte* memory);
+
+/// The same from `source`, and back to it.
+std::byte* allocate(const MemorySource& source, std::int64_t bytes, std::string_view what);
+void release(const MemorySource& source, std::byte* memory);
 
 }  // namespace fovea

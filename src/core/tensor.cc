@@ -193,7 +193,7 @@ std::string to_string(const TensorView& view) {
   return std::string(name_of(view.dtype)) + list(view.shape) + " strides " + list(view.strides);
 }
 
-void Tensor::Free::operator()(std::byte* memory) const { free_aligned(memory); }
+void Tensor::Free::operator()(std::byte* memory) const { release(source, memory); }
 
 Tensor::Tensor(Tensor&& other) noexcept
     : memory_(std::move(other.memory_)), view_(std::exchange(other.view_, {})) {}
@@ -204,18 +204,22 @@ Tensor& Tensor::operator=(Tensor&& other) noexcept {
   return *this;
 }
 
-Tensor Tensor::empty(DType dtype, std::span<const std::int64_t> shape) {
+Tensor Tensor::empty(DType dtype, std::span<const std::int64_t> shape,
+                     const MemorySource& memory) {
   Tensor tensor;
   tensor.view_ = TensorView::contiguous(nullptr, dtype, shape);
   std::int64_t count = 1;
   for (std::int64_t extent : shape) count *= extent;
-  tensor.memory_.reset(allocate_aligned(bytes_of(dtype, count), "Tensor"));
+  tensor.memory_ = std::unique_ptr<std::byte, Free>(
+      allocate(memory, bytes_of(dtype, count), "Tensor"), Free{memory});
   tensor.view_.data = tensor.memory_.get();
+  tensor.view_.device = memory.device;
   return tensor;
 }
 
-Tensor Tensor::empty(DType dtype, std::initializer_list<std::int64_t> shape) {
-  return empty(dtype, std::span(shape.begin(), shape.size()));
+Tensor Tensor::empty(DType dtype, std::initializer_list<std::int64_t> shape,
+                     const MemorySource& memory) {
+  return empty(dtype, std::span(shape.begin(), shape.size()), memory);
 }
 
 Tensor Tensor::zeros(DType dtype, std::span<const std::int64_t> shape) {
@@ -226,6 +230,25 @@ Tensor Tensor::zeros(DType dtype, std::span<const std::int64_t> shape) {
 
 Tensor Tensor::zeros(DType dtype, std::initializer_list<std::int64_t> shape) {
   return zeros(dtype, std::span(shape.begin(), shape.size()));
+}
+
+Tensor Tensor::copy_of(const TensorView& view, const MemorySource& memory) {
+  if (!view) return {};
+  const auto ndim = static_cast<std::size_t>(view.ndim);
+  Tensor result = empty(view.dtype, std::span(view.shape).first(ndim), memory);
+  result.assign(view);
+  return result;
+}
+
+void Tensor::assign(const TensorView& src) const {
+  if (view_.device.type == Device::Type::cpu) return copy(src, view_);
+  const bool equal = src.dtype == view_.dtype && src.ndim == view_.ndim &&
+                     src.shape == view_.shape && src.is_contiguous();
+  if (equal) return copy_bytes(memory_.get_deleter().source, view_.data, src.data, nbytes());
+  const auto ndim = static_cast<std::size_t>(view_.ndim);
+  const Tensor staged = empty(view_.dtype, std::span(view_.shape).first(ndim));
+  copy(src, staged);
+  copy_bytes(memory_.get_deleter().source, view_.data, staged.view().data, nbytes());
 }
 
 }  // namespace fovea

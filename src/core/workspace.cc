@@ -32,7 +32,7 @@ void permit([[maybe_unused]] std::byte* memory, [[maybe_unused]] std::int64_t by
 }  // namespace
 
 void Workspace::Free::operator()(std::byte* memory) const {
-  source.free ? source.free(source.device, memory) : free_aligned(memory);
+  release(source, memory);
 }
 
 Workspace::~Workspace() { permit(memory_.get(), capacity_); }
@@ -48,8 +48,7 @@ void Workspace::reserve(std::int64_t bytes) {
   memory_.reset();  // Before the new one, so that the two never stand side by side.
   capacity_ = 0;
   const MemorySource& source = memory_.get_deleter().source;
-  memory_.reset(source.allocate ? source.allocate(source.device, rounded(bytes))
-                                : allocate_aligned(rounded(bytes), "Workspace"));
+  memory_.reset(allocate(source, rounded(bytes), "Workspace"));
   capacity_ = rounded(bytes);
   forbid(memory_.get(), capacity_);
 }
@@ -89,6 +88,7 @@ TensorView WorkspaceScope::take(DType dtype, std::initializer_list<std::int64_t>
   std::int64_t count = 1;
   for (std::int64_t extent : shape) count *= extent;
   view.data = take_bytes(bytes_of(dtype, count));
+  view.device = workspace_.memory_.get_deleter().source.device;
   return view;
 }
 

@@ -74,11 +74,13 @@ std::int64_t PagedKvCache::required_bytes(const KvFormat& format, const KvCacheL
   return end_of_last_row(format, checked(format, layout));
 }
 
-PagedKvCache PagedKvCache::allocate(const KvFormat& format, const KvCacheLayout& layout) {
+PagedKvCache PagedKvCache::allocate(const KvFormat& format, const KvCacheLayout& layout,
+                                    const MemorySource& memory) {
   const std::int64_t bytes = required_bytes(format, layout);
-  std::shared_ptr<std::byte> memory(allocate_aligned(bytes, "PagedKvCache"), free_aligned);
-  PagedKvCache cache = view(memory.get(), format, layout);
-  cache.owner_ = std::move(memory);
+  std::shared_ptr<std::byte> owner(fovea::allocate(memory, bytes, "PagedKvCache"),
+                                   [memory](std::byte* rows) { release(memory, rows); });
+  PagedKvCache cache = view(owner.get(), format, layout, memory.device);
+  cache.owner_ = std::move(owner);
   return cache;
 }
 

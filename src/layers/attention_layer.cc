@@ -105,12 +105,16 @@ AttentionLayer::State::State(const GqaDims& dims_, const AttentionWeights& w,
   FOVEA_CHECK(!rotary || rotary->config().dim <= dims.head_dim, invalid_argument,
               "rotary turns {} channels, but must turn at most head_dim = {}",
               rotary ? rotary->config().dim : 0, dims.head_dim);
+  FOVEA_CHECK(w.lora.empty() || options.memory.device == Device{}, unsupported,
+              "lora has {} adapters, but must be empty for weights on {}: low-rank updates are the "
+              "CPU's",
+              w.lora.size(), to_string(options.memory.device));
   const FusedQkv qkv(dims, w, dtype);
-  qkv_proj = make_linear(qkv.weight.projection, qkv.bias, dtype, options.linear);
-  q_norm = copy_of(w.q_norm);
-  k_norm = copy_of(w.k_norm);
-  sinks = sinks_in_f32(w.sinks);
-  o_proj = make_linear(output_projection(w), w.o_bias, dtype, options.linear);
+  qkv_proj = make_linear(qkv.weight.projection, qkv.bias, dtype, options.linear, options.memory);
+  q_norm = Tensor::copy_of(w.q_norm, options.memory);
+  k_norm = Tensor::copy_of(w.k_norm, options.memory);
+  sinks = sinks_in_f32(w.sinks, options.memory);
+  o_proj = make_linear(output_projection(w), w.o_bias, dtype, options.linear, options.memory);
   const AttentionLoraUpdates lora(dims, w.lora);
   qkv_lora = Lora(dims.hidden_size, dims.qkv_size(), dtype, lora.qkv);
   o_lora = Lora(dims.out_size(), dims.hidden_size, dtype, lora.o);
@@ -315,14 +319,14 @@ void AttentionLayer::operator()(const OpContext& ctx, const TensorView& hidden,
   check_rows("out", out, s.dtype, {hidden.shape[0], s.dims.hidden_size});
   if (step.plan == nullptr) {
     take_worst_case(ctx, workspace_bytes(ctx, step.profile_limits));
-    return fill_zero(out);
+    return fill_zero(ctx, out);
   }
   check_workspace(ctx, workspace_bytes(ctx, *step.plan));
   s.run(ctx, hidden, step, cache, [&](const TensorView& attended, const AttentionStep& actual) {
     const TensorView rows = out.slice(0, 0, attended.shape[0]);
     s.o_proj(ctx, attended, rows);  // [Ta, N * Dv] -> [Ta, H]
     if (actual.lora_ids && s.o_lora) s.o_lora(ctx, attended, actual.lora_ids, rows);
-    fill_zero(out.slice(0, attended.shape[0], out.shape[0]));
+    fill_zero(ctx, out.slice(0, attended.shape[0], out.shape[0]));
   });
 }
 
@@ -384,9 +388,9 @@ void AttentionLayer::reload(const AttentionWeights& w) {
   s.o_lora.reload(lora.o);
   fovea::reload(qkv.weight.projection, qkv.bias, s.qkv_proj);
   fovea::reload(output_projection(w), w.o_bias, s.o_proj);
-  if (s.q_norm) copy(w.q_norm, s.q_norm);
-  if (s.k_norm) copy(w.k_norm, s.k_norm);
-  if (s.sinks) copy(w.sinks, s.sinks);
+  if (s.q_norm) s.q_norm.assign(w.q_norm);
+  if (s.k_norm) s.k_norm.assign(w.k_norm);
+  if (s.sinks) s.sinks.assign(w.sinks);
 }
 
 }  // namespace fovea

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "core/check.h"
 #include "fovea/mla.h"
@@ -9,6 +8,7 @@
 #include "layers/rows.h"
 #include "layers/step.h"
 #include "ops/checks.h"
+#include "ops/dispatch.h"
 
 namespace fovea {
 
@@ -35,8 +35,6 @@ Projection quantized_kv_b(const QuantizedWeight& weight) {
   return {"kv_b_proj", weight.codes, {weight.scale, weight.groups}};
 }
 
-constexpr float kEmptyLse = -std::numeric_limits<float>::infinity();
-
 /// Tokens [begin, end) of a state.
 AttentionState slice(const AttentionState& state, std::int64_t begin, std::int64_t end) {
   return {state.out.slice(0, begin, end), state.lse.slice(1, begin, end)};
@@ -47,17 +45,8 @@ AttentionState take_state(WorkspaceScope& scope, std::int64_t tokens, const MlaD
           scope.take(DType::f32, {dims.num_heads, tokens})};
 }
 
-void set_empty(const AttentionState& state) {
-  fill_zero(state.out);
-  for (std::int64_t n = 0; n < state.lse.shape[0]; ++n) {
-    std::fill_n(state.lse.ptr<float>({n}), state.lse.shape[1], kEmptyLse);
-  }
-}
-
-void copy_state(const OpContext& ctx, const AttentionState& from, const AttentionState& to) {
-  ctx.pool->run(from.out.shape[0],
-                [&](std::int64_t t) { copy(from.out.select(0, t), to.out.select(0, t)); });
-  copy(from.lse, to.lse);
+void set_empty(const OpContext& ctx, const AttentionState& state) {
+  write_padding_rows(ctx, 0, state.out, state.lse);
 }
 
 }  // namespace
@@ -72,26 +61,27 @@ MlaAttention::MlaAttention(const MlaDims& dims, const Projection& kv_b_proj, DTy
               "q_scale is {}, but must be positive and finite, or 0 for queries as they are",
               q_scale_);
   if (options.sinks) check_any_dtype("sinks", options.sinks, {dims_.num_heads});
-  sinks_ = sinks_in_f32(options.sinks);
+  sinks_ = sinks_in_f32(options.sinks, options.memory);
   mla_up_projections(dims_, kv_b_proj.weight, order_);  // Says what is wrong with the shape.
-  kv_b_proj_ = make_linear(kv_b_proj, {}, dtype, options.linear);
+  kv_b_proj_ = make_linear(kv_b_proj, {}, dtype, options.linear, options.memory);
   const bool is_full = options.absorption == MlaAbsorption::full;
   FOVEA_CHECK(!is_full || absorbed_products_ == AbsorbedProducts::dense, invalid_argument,
               "absorbed_products are not dense, but must be: absorption is full, which has none");
-  if (!is_full) make_absorbed(kv_b_proj, dtype, options.linear);
+  if (!is_full) make_absorbed(kv_b_proj, dtype, options);
 }
 
-void MlaAttention::make_absorbed(const Projection& kv_b_proj, DType dtype, LinearBackend linear) {
+void MlaAttention::make_absorbed(const Projection& kv_b_proj, DType dtype,
+                                 const MlaAttentionOptions& options) {
   if (absorbed_products_ == AbsorbedProducts::dense) {
     const DenseWeight dense(kv_b_proj, dtype);
     const MlaUpProjections up = mla_up_projections(dims_, dense, order_);
-    absorb_ = BatchedLinear(up.w_uk, linear);
-    v_up_ = BatchedLinear(up.w_uv, linear);
+    absorb_ = BatchedLinear(up.w_uk, options.linear, options.memory);
+    v_up_ = BatchedLinear(up.w_uv, options.linear, options.memory);
     return;
   }
   const AbsorbedHeads heads(absorbed_products_, dims_, kv_b_proj, order_);
-  absorb_ = BatchedLinear(heads.w_uk(), dtype);
-  v_up_ = BatchedLinear(heads.w_uv(), dtype);
+  absorb_ = BatchedLinear(heads.w_uk(), dtype, options.memory);
+  v_up_ = BatchedLinear(heads.w_uv(), dtype, options.memory);
 }
 
 void MlaAttention::reload_absorbed(const Projection& kv_b_proj) {
@@ -131,7 +121,7 @@ void MlaAttention::reload(const Projection& kv_b_proj, KvBOrder order, const Ten
               sinks_ ? "there" : "absent");
   if (sinks) check_any_dtype("sinks", sinks, {dims_.num_heads});
   fovea::reload(kv_b_proj, {}, kv_b_proj_);
-  if (sinks) copy(sinks, sinks_);
+  if (sinks) sinks_.assign(sinks);
   order_ = order;
   if (absorb_) reload_absorbed(kv_b_proj);
 }
@@ -217,7 +207,7 @@ void MlaAttention::operator()(const OpContext& ctx, const Operands& o, const Att
              .out = o.out.slice(0, skipped, end)},
             step, cache);
   }
-  fill_zero(o.out.slice(0, end, o.out.shape[0]));
+  fill_zero(ctx, o.out.slice(0, end, o.out.shape[0]));
 }
 
 void MlaAttention::decode(const OpContext& ctx, const Operands& o, const AttentionStep& step,
@@ -263,7 +253,7 @@ void MlaAttention::prefill(const OpContext& ctx, const PrefillRows& rows, const 
   WorkspaceScope scope(*ctx.workspace);
   const AttentionState context = take_state(scope, tokens, dims_);
   for (const IndexRange& range : plan.empty_token_slices) {
-    set_empty(slice(context, range.begin, range.end));
+    set_empty(ctx, slice(context, range.begin, range.end));
   }
   for (const ContextChunk& chunk : plan.chunks) {
     attend_chunk(ctx, rows, chunk, step, cache, context);
@@ -331,11 +321,9 @@ void MlaAttention::attend_chunk(const OpContext& ctx, const PrefillRows& rows,
                           .paged = {},
                           .sinks = {}});
   if (merged == 0) return;
-  const AttentionState running = slice(target, 0, merged);
-  merge_state(
-      ctx,
-      {.prefix = running, .suffix = slice(partial, 0, merged), .result = running, .sinks = {}});
-  copy_state(ctx, slice(partial, merged, end - begin), slice(target, merged, end - begin));
+  // Where there is no partial yet, the merge copies bits.
+  set_empty(ctx, slice(target, merged, end - begin));
+  merge_state(ctx, {.prefix = target, .suffix = partial, .result = target, .sinks = {}});
 }
 
 }  // namespace fovea

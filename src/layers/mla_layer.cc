@@ -101,25 +101,28 @@ MlaLayer::State::State(const MlaDims& dims_, const MlaWeights& w,
               rotary ? rotary->config().dim : 0, dims.qk_rope_head_dim);
   const MlaProjections p(w);
   const FusedA a(dims, w, dtype);
-  fused_a = make_linear(a.weight.projection, a.bias, dtype, options.linear);
-  if (dims.q_lora_rank > 0) q_a_layernorm = copy_of(w.q_a_layernorm);
-  kv_a_layernorm = copy_of(w.kv_a_layernorm);
-  q_b_proj = make_linear(p.q_b, {}, dtype, options.linear);
+  fused_a = make_linear(a.weight.projection, a.bias, dtype, options.linear, options.memory);
+  if (dims.q_lora_rank > 0) {
+    q_a_layernorm = Tensor::copy_of(w.q_a_layernorm, options.memory);
+  }
+  kv_a_layernorm = Tensor::copy_of(w.kv_a_layernorm, options.memory);
+  q_b_proj = make_linear(p.q_b, {}, dtype, options.linear, options.memory);
   const MlaAttentionOptions attention_options{.order = w.kv_b_order,
                                               .linear = options.linear,
                                               .absorption = options.absorption,
                                               .sinks = w.sinks,
                                               .q_scale = options.q_scale,
-                                              .absorbed_products = options.absorbed_products};
+                                              .absorbed_products = options.absorbed_products,
+                                              .memory = options.memory};
   attention = p.kv_b.is_quantized()
                   ? MlaAttention(dims, p.kv_b.quantized(), dtype, attention_options)
                   : MlaAttention(dims, w.kv_b_proj, attention_options);
-  o_proj = make_linear(p.o, w.o_bias, dtype, options.linear);
+  o_proj = make_linear(p.o, w.o_bias, dtype, options.linear, options.memory);
   if (options.absorption == MlaAbsorption::two_step) return;
   const AbsorbedWeights absorbed = absorb(dims, w, dtype, options.requantize_absorbed);
-  w_q_uk = make_linear(absorbed.w_q_uk.projection, {}, dtype, options.linear);
-  w_qr = make_linear(absorbed.w_qr.projection, {}, dtype, options.linear);
-  w_uv_o = make_linear(absorbed.w_uv_o.projection, w.o_bias, dtype, options.linear);
+  w_q_uk = make_linear(absorbed.w_q_uk.projection, {}, dtype, options.linear, options.memory);
+  w_qr = make_linear(absorbed.w_qr.projection, {}, dtype, options.linear, options.memory);
+  w_uv_o = make_linear(absorbed.w_uv_o.projection, w.o_bias, dtype, options.linear, options.memory);
 }
 
 MlaLayer::State::Projected MlaLayer::State::take(WorkspaceScope& scope,
@@ -173,7 +176,8 @@ void MlaLayer::State::norm_latents(const OpContext& ctx, const Projected& p) con
   const std::int64_t tokens = kv_c.shape[0], threads = ctx.pool->num_threads();
   // Some microseconds: what waking another thread costs.
   constexpr std::int64_t kMinElements = 16 * 1024;
-  const bool side_by_side = threads > 1 && dims.q_lora_rank > 0 &&
+  const bool side_by_side = ctx.memory.device == Device{} && threads > 1 &&
+                            dims.q_lora_rank > 0 &&
                             tokens * (dims.q_lora_rank + dims.kv_lora_rank) >= kMinElements;
   if (!side_by_side) {
     if (dims.q_lora_rank > 0) rms_norm(ctx, q);
@@ -267,12 +271,12 @@ void MlaLayer::operator()(const OpContext& ctx, const TensorView& hidden, const 
   check_rows("out", out, s.dtype, {hidden.shape[0], s.dims.hidden_size});
   if (step.plan == nullptr) {
     take_worst_case(ctx, workspace_bytes(ctx, step.profile_limits));
-    return fill_zero(out);
+    return fill_zero(ctx, out);
   }
   check_workspace(ctx, workspace_bytes(ctx, *step.plan));
   s.run(ctx, hidden, step, cache, [&](const State::StepRows& rows, const State::Projected& p) {
     s.finish(ctx, rows, p, out.slice(0, 0, rows.tokens));
-    fill_zero(out.slice(0, rows.tokens, out.shape[0]));
+    fill_zero(ctx, out.slice(0, rows.tokens, out.shape[0]));
   });
 }
 
@@ -340,8 +344,8 @@ void MlaLayer::reload(const MlaWeights& w) {
     s.attention.reload(w.kv_b_proj, w.kv_b_order, w.sinks);
   }
   fovea::reload(a.weight.projection, a.bias, s.fused_a);
-  if (s.dims.q_lora_rank > 0) copy(w.q_a_layernorm, s.q_a_layernorm);
-  copy(w.kv_a_layernorm, s.kv_a_layernorm);
+  if (s.dims.q_lora_rank > 0) s.q_a_layernorm.assign(w.q_a_layernorm);
+  s.kv_a_layernorm.assign(w.kv_a_layernorm);
   fovea::reload(p.q_b, {}, s.q_b_proj);
   fovea::reload(p.o, w.o_bias, s.o_proj);
   if (!s.is_full()) return;

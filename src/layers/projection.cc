@@ -73,9 +73,9 @@ void check_reload(const Projection& p, const Linear& linear) {
 }
 
 Linear make_linear(const Projection& p, const TensorView& bias, DType dtype,
-                   LinearBackend backend) {
-  if (p.is_quantized()) return Linear(p.quantized(), bias, dtype);
-  return Linear(p.weight, bias, backend);
+                   LinearBackend backend, const MemorySource& memory) {
+  if (p.is_quantized()) return Linear(p.quantized(), bias, dtype, memory);
+  return Linear(p.weight, bias, backend, memory);
 }
 
 void reload(const Projection& p, const TensorView& bias, Linear& linear) {

@@ -25,7 +25,7 @@ void check_projection(const Projection& projection, DType dtype, std::int64_t ou
 void check_reload(const Projection& projection, const Linear& linear);
 
 Linear make_linear(const Projection& projection, const TensorView& bias, DType dtype,
-                   LinearBackend backend);
+                   LinearBackend backend, const MemorySource& memory);
 void reload(const Projection& projection, const TensorView& bias, Linear& linear);
 
 /// The weight in `dtype`: a view of the projection's where it is dense.

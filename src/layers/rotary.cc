@@ -177,14 +177,15 @@ double RotaryEmbedding::amplitude() const {
   return 1.0;
 }
 
-RotaryEmbedding::RotaryEmbedding(const RopeConfig& config) : config_(config) {
+RotaryEmbedding::RotaryEmbedding(const RopeConfig& config, const MemorySource& memory)
+    : config_(config) {
   check(config_);
   const std::vector<double> frequencies = inv_freq();
   const double factor = amplitude();
   const std::int64_t pairs = config_.dim / 2;
-  cos_sin_ = Tensor::empty(DType::f32, {config_.max_position, config_.dim});
+  Tensor table = Tensor::empty(DType::f32, {config_.max_position, config_.dim});
   for (std::int64_t position = 0; position < config_.max_position; ++position) {
-    float* cosines = cos_sin_.ptr<float>({position});
+    float* cosines = table.ptr<float>({position});
     float* sines = cosines + pairs;
     for (std::int64_t i = 0; i < pairs; ++i) {
       const double angle = static_cast<double>(position) * frequencies[static_cast<std::size_t>(i)];
@@ -192,6 +193,7 @@ RotaryEmbedding::RotaryEmbedding(const RopeConfig& config) : config_(config) {
       sines[i] = static_cast<float>(factor * std::sin(angle));
     }
   }
+  cos_sin_ = memory.device == Device{} ? std::move(table) : Tensor::copy_of(table, memory);
 }
 
 RopeAngles RotaryEmbedding::angles(const TensorView& positions) const {

@@ -1,9 +1,9 @@
 #include "layers/rows.h"
 
-#include <cstring>
 #include <string>
 
 #include "core/check.h"
+#include "ops/dispatch.h"
 
 namespace fovea {
 namespace {
@@ -31,28 +31,14 @@ bool has_elements_or_data(const TensorView& view) { return view.data || view.num
 
 }  // namespace
 
-void fill_zero(const TensorView& view) {
-  if (view.numel() == 0) return;
-  if (view.ndim > 1) {
-    for (std::int64_t i = 0; i < view.shape[0]; ++i) fill_zero(view.select(0, i));
-    return;
-  }
-  // Zero is all zero bits in every compute dtype.
-  std::memset(view.data, 0, static_cast<std::size_t>(bytes_of(view.dtype, view.shape[0])));
+void fill_zero(const OpContext& ctx, const TensorView& view) {
+  write_padding_rows(ctx, 0, view.ndim == 2 ? view.split(1, 1, view.shape[1]) : view, {});
 }
 
-Tensor copy_of(const TensorView& view) {
-  if (!view) return {};
-  Tensor result =
-      Tensor::empty(view.dtype, std::span(view.shape).first(static_cast<std::size_t>(view.ndim)));
-  copy(view, result);
-  return result;
-}
-
-Tensor sinks_in_f32(const TensorView& sinks) {
+Tensor sinks_in_f32(const TensorView& sinks, const MemorySource& memory) {
   if (!sinks) return {};
-  Tensor result = Tensor::empty(DType::f32, {sinks.shape[0]});
-  copy(sinks, result);
+  Tensor result = Tensor::empty(DType::f32, {sinks.shape[0]}, memory);
+  result.assign(sinks);
   return result;
 }
 

@@ -4,20 +4,18 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "fovea/tensor.h"
+#include "fovea/op_context.h"
 
 namespace fovea {
 
 /// What any product of two dims of one layer stays below in 64 bits, with room for a third.
 inline constexpr std::int64_t kMaxDim = std::int64_t{1} << 20;
 
-/// All elements of a view [T, ..., D] with unit innermost stride become zero.
-void fill_zero(const TensorView& view);
+/// All elements of a view [T, D] or [T, N, D] become zero.
+void fill_zero(const OpContext& ctx, const TensorView& view);
 
-/// An owning copy; absent of an absent view.
-Tensor copy_of(const TensorView& view);
 /// A copy of sinks [N], converted to f32; absent of an absent view.
-Tensor sinks_in_f32(const TensorView& sinks);
+Tensor sinks_in_f32(const TensorView& sinks, const MemorySource& memory);
 
 /// Throws Error(invalid_argument) unless `view` is there, of `dtype`, with these extents.
 void check_shape(const char* name, const TensorView& view, DType dtype,

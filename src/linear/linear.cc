@@ -24,7 +24,14 @@ LinearBackend resolve(LinearBackend asked) {
   return LinearBackend::automatic;
 }
 
-std::unique_ptr<DenseProduct> make_product(LinearBackend asked, const ProductShape& shape) {
+std::unique_ptr<DenseProduct> make_product(LinearBackend asked, const ProductShape& shape,
+                                           const MemorySource& memory) {
+  if (memory.device.type == Device::Type::cuda) {
+    FOVEA_CHECK(asked == LinearBackend::automatic, invalid_argument,
+                "linear backend is {}, but must be automatic for weights on {}",
+                asked == LinearBackend::plain ? "plain" : "onednn", to_string(memory.device));
+    return make_cublaslt_product(shape, memory);
+  }
   const LinearBackend backend = resolve(asked);
   if (backend == LinearBackend::plain) return make_plain_product(shape);
   if (backend == LinearBackend::automatic) {
@@ -36,6 +43,28 @@ std::unique_ptr<DenseProduct> make_product(LinearBackend asked, const ProductSha
               "linear backend is onednn, but this library was built without oneDNN "
               "(FOVEA_ONEDNN=OFF); plain is there");
   return product;
+}
+
+std::unique_ptr<QuantizedProduct> make_product(const ProductShape& shape,
+                                               const WeightGroups& groups,
+                                               const MemorySource& memory) {
+  return memory.device.type == Device::Type::cuda
+             ? make_cublaslt_quantized_product(shape, groups, memory)
+             : make_quantized_product(shape, groups);
+}
+
+/// Weights and rows are where ctx computes. Host memory that a GPU addresses is its product's matter.
+void check_places(const ExecutionContext& ctx, const Product& product, const TensorView& x,
+                  const TensorView& out) {
+  const Device device = product.device();
+  FOVEA_CHECK(ctx.memory.device == device, invalid_argument,
+              "weights are on {}, but ctx computes on {}: make them with its memory",
+              to_string(device), to_string(ctx.memory.device));
+  for (const auto& [name, view] : {std::pair{"x", &x}, std::pair{"out", &out}}) {
+    FOVEA_CHECK(view->device == device || view->device == Device{}, invalid_argument,
+                "{} is on {}, but must be on {}, as weights are", name, to_string(view->device),
+                to_string(device));
+  }
 }
 
 void check_compute_dtype(const char* name, const TensorView& view) {
@@ -109,27 +138,30 @@ TensorView as_product_weight(const TensorView& weight) {
 
 }  // namespace
 
-Linear::Linear(const TensorView& weight, const TensorView& bias, LinearBackend backend) {
+Linear::Linear(const TensorView& weight, const TensorView& bias, LinearBackend backend,
+               const MemorySource& memory) {
   check_weight(weight, bias);
   impl_ = std::make_unique<Impl>();
   impl_->dense = make_product(backend, {.depth = weight.shape[1],
                                         .columns = weight.shape[0],
                                         .dtype = weight.dtype,
-                                        .has_bias = static_cast<bool>(bias)});
+                                        .has_bias = static_cast<bool>(bias)},
+                              memory);
   impl_->dense->load(as_product_weight(weight), bias);
 }
 
-Linear::Linear(const QuantizedWeight& weight, const TensorView& bias, DType dtype) {
+Linear::Linear(const QuantizedWeight& weight, const TensorView& bias, DType dtype,
+               const MemorySource& memory) {
   check_quantized_weight(weight);
   check_bias(weight, bias, dtype);
   impl_ = std::make_unique<Impl>();
   impl_->groups = weight.groups;
-  impl_->quantized = make_quantized_product({.depth = fovea::in_features(weight),
-                                             .columns = weight.codes.shape[0],
-                                             .dtype = dtype,
-                                             .has_bias = static_cast<bool>(bias),
-                                             .is_mxfp4 = is_mxfp4(weight)},
-                                            weight.groups);
+  impl_->quantized = make_product({.depth = fovea::in_features(weight),
+                                   .columns = weight.codes.shape[0],
+                                   .dtype = dtype,
+                                   .has_bias = static_cast<bool>(bias),
+                                   .is_mxfp4 = is_mxfp4(weight)},
+                                  weight.groups, memory);
   impl_->quantized->load({&weight, 1}, bias);
 }
 
@@ -152,6 +184,7 @@ void Linear::operator()(const ExecutionContext& ctx, const TensorView& x,
   check_operand("x", x, dtype(), {in_features()});
   check_operand("out", out, dtype(), {out_features()});
   check_tokens(x, out);
+  check_places(ctx, impl_->product(), x, out);
   if (x.shape[0] == 0) return;
   const KernelTimer timer;
   impl_->product().run(ctx, x.split(1, 1, in_features()), out.split(1, 1, out_features()));
@@ -240,29 +273,32 @@ void check_heads(std::span<const QuantizedWeight> heads) {
 
 }  // namespace
 
-BatchedLinear::BatchedLinear(std::span<const QuantizedWeight> heads, DType dtype) {
+BatchedLinear::BatchedLinear(std::span<const QuantizedWeight> heads, DType dtype,
+                             const MemorySource& memory) {
   check_heads(heads);
   FOVEA_CHECK(is_compute_dtype(dtype), invalid_argument,
               "dtype is {}, but must be f32, f16 or bf16", name_of(dtype));
   impl_ = std::make_unique<Impl>();
   impl_->groups = heads[0].groups;
-  impl_->quantized = make_quantized_product({.heads = static_cast<std::int64_t>(heads.size()),
-                                             .depth = in_features(heads[0]),
-                                             .columns = heads[0].codes.shape[0],
-                                             .dtype = dtype,
-                                             .quantizes_x = !is_mxfp4(heads[0]),
-                                             .is_mxfp4 = is_mxfp4(heads[0])},
-                                            impl_->groups);
+  impl_->quantized = make_product({.heads = static_cast<std::int64_t>(heads.size()),
+                                   .depth = in_features(heads[0]),
+                                   .columns = heads[0].codes.shape[0],
+                                   .dtype = dtype,
+                                   .quantizes_x = !is_mxfp4(heads[0]),
+                                   .is_mxfp4 = is_mxfp4(heads[0])},
+                                  impl_->groups, memory);
   impl_->quantized->load(heads, {});
 }
 
-BatchedLinear::BatchedLinear(const TensorView& weight, LinearBackend backend) {
+BatchedLinear::BatchedLinear(const TensorView& weight, LinearBackend backend,
+                             const MemorySource& memory) {
   check_batched_weight(weight);
   impl_ = std::make_unique<Impl>();
   impl_->dense = make_product(backend, {.heads = weight.shape[0],
                                         .depth = weight.shape[1],
                                         .columns = weight.shape[2],
-                                        .dtype = weight.dtype});
+                                        .dtype = weight.dtype},
+                              memory);
   impl_->dense->load(weight, {});
 }
 
@@ -280,6 +316,7 @@ void BatchedLinear::operator()(const ExecutionContext& ctx, const TensorView& x,
   check_operand("x", x, shape.dtype, {shape.heads, shape.depth});
   check_operand("out", out, shape.dtype, {shape.heads, shape.columns});
   check_tokens(x, out);
+  check_places(ctx, impl_->product(), x, out);
   if (x.shape[0] == 0) return;
   const KernelTimer timer;
   impl_->product().run(ctx, x, out);

@@ -47,6 +47,8 @@ class Product {
 
   const ProductShape& shape() const { return shape_; }
   virtual std::string_view name() const = 0;
+  /// Where weights lie and run() computes.
+  virtual Device device() const { return {}; }
   virtual std::int64_t weight_bytes() const = 0;
   virtual std::int64_t workspace_bytes(std::int64_t tokens) const = 0;
   /// x [T, N, K] and out [T, N, M], checked, T > 0, with unit innermost strides.
@@ -94,6 +96,13 @@ std::unique_ptr<QuantizedProduct> make_quantized_product(const ProductShape& sha
 std::unique_ptr<QuantizedProduct> make_quantized_product(const ProductShape& shape,
                                                          const WeightGroups& groups,
                                                          const PlainKernels& kernels);
+
+/// On the device of `memory`. Throw Error(unsupported) where cuBLASLt is not there.
+std::unique_ptr<DenseProduct> make_cublaslt_product(const ProductShape& shape,
+                                                    const MemorySource& memory);
+std::unique_ptr<QuantizedProduct> make_cublaslt_quantized_product(const ProductShape& shape,
+                                                                  const WeightGroups& groups,
+                                                                  const MemorySource& memory);
 
 /// Null when oneDNN was not built in.
 std::unique_ptr<DenseProduct> make_onednn_product(const ProductShape& shape);

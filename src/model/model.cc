@@ -32,7 +32,8 @@ namespace {
 constexpr std::int64_t kMaxUnaskedTableBytes = std::int64_t{1} << 30;
 
 /// Makes the table of the positions that will be served, and lets the config say so.
-std::shared_ptr<const RotaryEmbedding> make_rotary(RopeConfig& rope, std::int64_t max_position) {
+std::shared_ptr<const RotaryEmbedding> make_rotary(RopeConfig& rope, std::int64_t max_position,
+                                                   const MemorySource& memory) {
   if (max_position > 0) {
     rope.max_position = max_position;
   } else {
@@ -42,7 +43,7 @@ std::shared_ptr<const RotaryEmbedding> make_rotary(RopeConfig& rope, std::int64_
                 "Model::Options::max_position to the positions that will be served",
                 rope.max_position);
   }
-  return std::make_shared<const RotaryEmbedding>(rope);
+  return std::make_shared<const RotaryEmbedding>(rope, memory);
 }
 
 const PresetInfo* find_preset(const std::string& name) {
@@ -75,13 +76,6 @@ std::int64_t layer_count(const ModelConfig& config, std::int64_t asked,
   return count;
 }
 
-Tensor copy_of(const TensorView& vector) {
-  if (!vector) return {};
-  Tensor result = Tensor::empty(vector.dtype, {vector.shape[0]});
-  copy(vector, result.view());
-  return result;
-}
-
 /// Groups come in the order of their first layers: those of the first layers are the first groups.
 void keep_groups_of(ModelConfig& config, std::int64_t num_layers) {
   config.layer_group.resize(static_cast<std::size_t>(num_layers));
@@ -92,10 +86,12 @@ void keep_groups_of(ModelConfig& config, std::int64_t num_layers) {
 /// One table for each KV group; none where nothing turns.
 using Rotaries = std::vector<std::shared_ptr<const RotaryEmbedding>>;
 
-Rotaries make_rotaries(ModelConfig& config, std::int64_t max_position) {
+Rotaries make_rotaries(ModelConfig& config, const Model::Options& options) {
   Rotaries rotaries;
   for (KvGroupConfig& group : config.groups) {
-    rotaries.push_back(group.rope.dim > 0 ? make_rotary(group.rope, max_position) : nullptr);
+    rotaries.push_back(group.rope.dim > 0
+                           ? make_rotary(group.rope, options.max_position, options.memory)
+                           : nullptr);
   }
   return rotaries;
 }
@@ -113,16 +109,18 @@ DecoderLayer make_layer(const ModelConfig& config, std::size_t index, const Laye
                        .dtype = options.dtype,
                        .requantize_absorbed = options.requantize_absorbed,
                        .q_scale = options.q_scale,
-                       .absorbed_products = options.absorbed_products});
+                       .absorbed_products = options.absorbed_products,
+                       .memory = options.memory});
     }
     return AttentionLayer(config.gqa, tensors.gqa, rotary,
                           {.qk_norm = config.qk_norm,
                            .rms_norm_eps = config.rms_norm_eps,
                            .linear = options.linear,
-                           .dtype = options.dtype});
+                           .dtype = options.dtype,
+                           .memory = options.memory});
   };
-  return {copy_of(tensors.input_layernorm), attention(), copy_of(tensors.post_attention_layernorm),
-          group};
+  return {Tensor::copy_of(tensors.input_layernorm, options.memory), attention(),
+          Tensor::copy_of(tensors.post_attention_layernorm, options.memory), group};
 }
 
 }  // namespace
@@ -169,7 +167,7 @@ Model Model::load(const std::string& name_or_directory, const Options& options) 
   }
 
   keep_groups_of(state.config, num_layers);
-  const Rotaries rotaries = make_rotaries(state.config, options.max_position);
+  const Rotaries rotaries = make_rotaries(state.config, options);
   for (std::size_t i = 0; i < state.memory.size(); ++i) {
     state.layers.push_back(make_layer(state.config, i, state.memory[i].tensors, rotaries, options));
   }

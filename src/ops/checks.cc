@@ -61,17 +61,15 @@ void check_devices(const OpContext& ctx, const char* op, std::initializer_list<O
   for (const Operand& operand : operands) {
     if (operand.data == nullptr || operand.device == device) continue;
     const bool on_host = operand.device.type == Device::Type::cpu;
-    FOVEA_CHECK(on_host, unsupported, "{}: {} is on CUDA device {}; this context computes on {}{}",
-                op, operand.name, operand.device.index,
-                device.type == Device::Type::cpu ? "the CPU" : "CUDA device ",
-                device.type == Device::Type::cpu ? "" : std::to_string(device.index));
+    FOVEA_CHECK(on_host, unsupported, "{}: {} is on {}; this context computes on {}", op,
+                operand.name, to_string(operand.device), to_string(device));
     const bool addressable = !ctx.backends.empty() &&
                              ctx.backends.front()->addresses_host_memory != nullptr &&
                              ctx.backends.front()->addresses_host_memory(operand.data);
     FOVEA_CHECK(addressable, unsupported,
-                "{}: {} is in host memory that CUDA device {} cannot address; it must be in device "
-                "memory, pinned or managed",
-                op, operand.name, device.index);
+                "{}: {} is in host memory that {} cannot address; it must be in device memory, "
+                "pinned or managed",
+                op, operand.name, to_string(device));
   }
 }
 
@@ -272,8 +270,10 @@ void write_padding_rows_on_host(const OpContext&, std::int64_t num_actual, const
   for (std::int64_t t = num_actual; t < tokens; ++t) {
     for (std::int64_t n = 0; n < heads; ++n) {
       std::byte* row = bytes + (t * out.strides[0] + n * out.strides[1]) * element;
-      for (std::int64_t d = 0; d < width; ++d) {
-        std::memset(row + d * out.strides[2] * element, 0, static_cast<std::size_t>(element));
+      const bool adjacent = out.strides[2] == 1;
+      const auto run = static_cast<std::size_t>(adjacent ? width * element : element);
+      for (std::int64_t d = 0; d < (adjacent ? 1 : width); ++d) {
+        std::memset(row + d * out.strides[2] * element, 0, run);
       }
       if (lse) *lse.ptr<float>({n, t}) = -std::numeric_limits<float>::infinity();
     }

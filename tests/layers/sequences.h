@@ -215,12 +215,16 @@ template <class Layer, class Cache>
 void run_step(const Layer& layer, OpContext ctx, StepOperands& s, const Cache& cache) {
   s.step.plan = &s.plan;
   const std::int64_t bytes = layer.workspace_bytes(ctx, s.plan);
-  Workspace workspace;
+  Workspace workspace(ctx.memory);
   workspace.reserve(bytes);
   poison(workspace);
   ctx.workspace = &workspace;
   layer(ctx, *s.hidden, *s.out, s.step, cache);
-  EXPECT_EQ(workspace.peak(), bytes);
+  if (ctx.memory.device == Device{}) {
+    EXPECT_EQ(workspace.peak(), bytes);
+  } else {
+    EXPECT_LE(workspace.peak(), bytes);  // A GPU's images of block tables depend on the block size.
+  }
   const AttentionLimits limits{.max_tokens = s.plan.num_actual_tokens,
                                .max_num_seqs = s.step.block_table.requests,
                                .workspace_rows = s.plan.peak_context_rows,

@@ -16,8 +16,10 @@ namespace {
 using test::PaddedTensor;
 
 class Mxfp4Linear : public test::QuantizedLinear {};
-INSTANTIATE_TEST_SUITE_P(, Mxfp4Linear, testing::Values(DType::f32, DType::f16, DType::bf16),
-                         [](const auto& dtype) { return std::string(name_of(dtype.param)); });
+INSTANTIATE_TEST_SUITE_P(, Mxfp4Linear,
+                         testing::Combine(testing::ValuesIn(test::available_places()),
+                                          testing::Values(DType::f32, DType::f16, DType::bf16)),
+                         test::place_case_name);
 
 /// Every code, under scales of 2^-3 to 2^3.
 OwnedQuantizedWeight mxfp4_weight(std::int64_t out, std::int64_t in, std::uint64_t seed) {
@@ -54,23 +56,24 @@ TEST_P(Mxfp4Linear, WeightsAreDecodedExactly) {  // F031, F036
   constexpr std::int64_t kOut = 70, kIn = 320;
   const OwnedQuantizedWeight w = mxfp4_weight(kOut, kIn, 5);
   const std::vector<double> values = mxfp4_values(w);
-  EXPECT_EQ(values, test::to_doubles(dequantize_weight(w, GetParam())));
-  const Linear linear(w, {}, GetParam());
-  EXPECT_EQ("plain/mxfp4", linear.backend_name());
-  EXPECT_EQ(80 * kIn / 2 + 80 * kIn / 32 * 4, linear.weight_bytes());
-  const PaddedTensor identity(GetParam(), {kIn, kIn}), out(GetParam(), {kIn, kOut});
+  EXPECT_EQ(values, test::to_doubles(dequantize_weight(w, dtype())));
+  const Linear linear(w, {}, dtype(), memory());
+  EXPECT_EQ(name("mxfp4"), linear.backend_name());
+  const std::int64_t columns = place_.is_gpu() ? kOut : 80;  // Whole panels on the host.
+  EXPECT_EQ(columns * kIn / 2 + columns * kIn / 32 * 4, linear.weight_bytes());
+  const PaddedTensor identity(dtype(), {kIn, kIn}), out(dtype(), {kIn, kOut});
   test::fill_normal(identity, 1, 0);
   for (std::int64_t i = 0; i < kIn; ++i) {
     test::fill_uniform(identity.view().slice(0, i, i + 1).slice(1, i, i + 1), 1, 1, 1);
   }
   run(linear, identity, out);
-  const Tensor direct = dequantize_weight(w, GetParam());
+  const Tensor direct = dequantize_weight(w, dtype());
   EXPECT_EQ(test::to_doubles(direct.view().transpose(0, 1)), test::to_doubles(out));
   for (const std::int64_t tokens : {1, 5, 66}) {
-    const PaddedTensor x(GetParam(), {tokens, kIn}), y(GetParam(), {tokens, kOut});
+    const PaddedTensor x(dtype(), {tokens, kIn}), y(dtype(), {tokens, kOut});
     test::fill_normal(x, 4);
     run(linear, x, y);
-    const double tolerance = GetParam() == DType::f32 ? 1e-5 : 2 * test::unit_roundoff(GetParam());
+    const double tolerance = dtype() == DType::f32 ? 1e-5 : 2 * test::unit_roundoff(dtype());
     EXPECT_TRUE(test::rows_close(oracle::linear(test::to_doubles(x), values, {}, kIn), y,
                                  {tolerance, 1e-6}));
   }
@@ -84,18 +87,18 @@ TEST_P(Mxfp4Linear, HeadsReadTheirInputAsItIs) {
     weights.push_back(mxfp4_weight(kOut, kIn, 10 * n));
     heads.push_back(weights.back());
   }
-  const BatchedLinear linear(heads, GetParam());
-  EXPECT_EQ("plain/mxfp4", linear.backend_name());
-  const PaddedTensor x(GetParam(), {kTokens, kHeads, kIn});
-  const PaddedTensor out(GetParam(), {kTokens, kHeads, kOut});
+  const BatchedLinear linear(heads, dtype(), memory());
+  EXPECT_EQ(name("mxfp4"), linear.backend_name());
+  const PaddedTensor x(dtype(), {kTokens, kHeads, kIn});
+  const PaddedTensor out(dtype(), {kTokens, kHeads, kOut});
   test::fill_normal(x, 4);
   workspace_.reserve(linear.workspace_bytes(kTokens));
-  linear({pool_.get(), &workspace_}, x, out);
+  linear(ctx(), x, out);
   for (std::int64_t n = 0; n < kHeads; ++n) {
     const auto expected =
         oracle::linear(test::to_doubles(x.view().select(1, n)),
                        mxfp4_values(heads[static_cast<std::size_t>(n)]), {}, kIn);
-    const double tolerance = GetParam() == DType::f32 ? 1e-5 : 2 * test::unit_roundoff(GetParam());
+    const double tolerance = dtype() == DType::f32 ? 1e-5 : 2 * test::unit_roundoff(dtype());
     EXPECT_TRUE(test::rows_close(expected, out.view().select(1, n), {tolerance, 1e-6}));
   }
 }

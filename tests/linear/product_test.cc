@@ -10,6 +10,7 @@
 
 #include "fovea/oracle.h"
 #include "fovea/thread_pool.h"
+#include "linear/places.h"
 #include "linear/plain_kernels.h"
 #include "support/compare.h"
 #include "support/malloc_counter.h"
@@ -19,9 +20,9 @@ namespace {
 
 using test::PaddedTensor;
 
-enum class Maker { plain_scalar, plain_best, onednn };
+enum class Maker { plain_scalar, plain_best, onednn, cublaslt };
 
-std::unique_ptr<DenseProduct> make(Maker maker, const ProductShape& shape) {
+std::unique_ptr<DenseProduct> make_on_host(Maker maker, const ProductShape& shape) {
   switch (maker) {
     case Maker::plain_scalar:
       return make_plain_product(shape, kPlainKernelsScalar);
@@ -35,19 +36,23 @@ std::unique_ptr<DenseProduct> make(Maker maker, const ProductShape& shape) {
 class ProductTest : public testing::TestWithParam<std::tuple<Maker, DType>> {
  protected:
   void SetUp() override {
-    if (!make(maker(), {.depth = 4, .columns = 4, .dtype = dtype()})) {
+    if (!make({.depth = 4, .columns = 4, .dtype = dtype()})) {
       GTEST_SKIP() << "built without oneDNN";
     }
     workspace_.reserve(1 << 20);
   }
   Maker maker() const { return std::get<0>(GetParam()); }
   DType dtype() const { return std::get<1>(GetParam()); }
+  std::unique_ptr<DenseProduct> make(const ProductShape& shape) const {
+    return place_.is_gpu() ? make_cublaslt_product(shape, place_.memory())
+                           : make_on_host(maker(), shape);
+  }
 
   /// Runs with the workspace poisoned; its peak must be what the product announces.
   void run(const Product& product, const TensorView& x, const TensorView& out) {
     workspace_.reserve(product.workspace_bytes(x.shape[0]));
     test::poison(workspace_);
-    product.run({pool_.get(), &workspace_}, x, out);
+    product.run(place_.context(*pool_, workspace_), x, out);
     EXPECT_EQ(workspace_.peak(), product.workspace_bytes(x.shape[0]));
   }
 
@@ -55,7 +60,8 @@ class ProductTest : public testing::TestWithParam<std::tuple<Maker, DType>> {
   std::unique_ptr<ThreadPool> pool_ = std::get<0>(GetParam()) == Maker::onednn
                                           ? make_openmp_thread_pool(2)
                                           : make_std_thread_pool(2);
-  Workspace workspace_;
+  test::Place place_{std::get<0>(GetParam()) == Maker::cublaslt ? "gpu" : "host"};
+  Workspace workspace_{place_.memory()};
 };
 
 /// Checks out [T, N, M] against float64 element by element: the rounding of the result, and of each
@@ -91,7 +97,7 @@ TEST_P(ProductTest, EveryRowCountOfATileAndBeyond) {
   Tensor bias = Tensor::empty(dtype(), {shape.columns});
   test::fill_normal(weight, 1);
   test::fill_normal(bias, 2);
-  auto product = make(maker(), shape);
+  auto product = make(shape);
   product->load(weight, bias);
   for (std::int64_t tokens : {1, 2, 3, 4, 5, 6, 7, 8, 11, 13, 95, 96, 97, 200}) {
     PaddedTensor x(dtype(), {tokens, 1, shape.depth}), out(dtype(), {tokens, 1, shape.columns});
@@ -107,7 +113,7 @@ TEST_P(ProductTest, EveryWidthAndDepthAroundAVector) {
     for (std::int64_t depth : {1, 2, 3, 5, 8, 130}) {
       Tensor weight = Tensor::empty(dtype(), {1, depth, columns});
       test::fill_normal(weight, 1);
-      auto product = make(maker(), {.depth = depth, .columns = columns, .dtype = dtype()});
+      auto product = make({.depth = depth, .columns = columns, .dtype = dtype()});
       product->load(weight, {});
       PaddedTensor x(dtype(), {3, 1, depth}), out(dtype(), {3, 1, columns});
       test::fill_normal(x, 2);
@@ -126,7 +132,7 @@ TEST_P(ProductTest, HeadsInStridedOperands) {
       Tensor weight = Tensor::empty(dtype(), {heads, kDepth, kColumns});
       test::fill_normal(weight, 1);
       auto product =
-          make(maker(), {.heads = heads, .depth = kDepth, .columns = kColumns, .dtype = dtype()});
+          make({.heads = heads, .depth = kDepth, .columns = kColumns, .dtype = dtype()});
       product->load(weight, {});
       PaddedTensor x(dtype(), {tokens, heads, kDepth}, kRope);
       PaddedTensor out(dtype(), {tokens, heads, kColumns}, kRope);
@@ -146,7 +152,7 @@ TEST_P(ProductTest, HeadMajorOperandsAndATransposedWeight) {
   test::fill_normal(weight, 1);
   test::fill_normal(x, 2);
   auto product =
-      make(maker(), {.heads = kHeads, .depth = kDepth, .columns = kColumns, .dtype = dtype()});
+      make({.heads = kHeads, .depth = kDepth, .columns = kColumns, .dtype = dtype()});
   product->load(weight.view().transpose(1, 2), {});
   run(*product, x.view().transpose(0, 1), out.view().transpose(0, 1));
   expect_product(x.view().transpose(0, 1), weight.view().transpose(1, 2), {},
@@ -157,7 +163,7 @@ TEST_P(ProductTest, RoundsOnceToNearestEvenAfterTheBias) {
   // 1 + u is a tie between 1 (even) and 1 + 2 u. A first rounding before the bias would lose it.
   if (dtype() == DType::f32) GTEST_SKIP() << "sums are rounded at every step";
   const double u = test::unit_roundoff(dtype());
-  auto product = make(maker(), {.depth = 2, .columns = 4, .dtype = dtype(), .has_bias = true});
+  auto product = make({.depth = 2, .columns = 4, .dtype = dtype(), .has_bias = true});
   const std::vector<double> weights = {1, 1, 1, 1, u, 3 * u, u, u};  // [2, 4]
   const std::vector<double> biases = {0, 0, u * 0x1p-8, -u * 0x1p-8};
   product->load(test::tensor_from(dtype(), {1, 2, 4}, weights),
@@ -172,7 +178,7 @@ TEST_P(ProductTest, NanAndInfinityStayInTheirRow) {
   constexpr std::int64_t kDepth = 19, kColumns = 18;
   Tensor weight = Tensor::empty(dtype(), {1, kDepth, kColumns});
   test::fill_uniform(weight, 1, 0.5, 1);
-  auto product = make(maker(), {.depth = kDepth, .columns = kColumns, .dtype = dtype()});
+  auto product = make({.depth = kDepth, .columns = kColumns, .dtype = dtype()});
   product->load(weight, {});
   Tensor x = Tensor::empty(dtype(), {7, 1, kDepth}), out = Tensor::empty(dtype(), {7, 1, kColumns});
   test::fill_normal(x, 2);
@@ -190,7 +196,7 @@ TEST_P(ProductTest, NanAndInfinityStayInTheirRow) {
 
 TEST_P(ProductTest, LargeSumsOverflowToInfinityAsRoundingSays) {
   if (dtype() != DType::f16) GTEST_SKIP() << "sums of these are finite";
-  auto product = make(maker(), {.depth = 2, .columns = 2, .dtype = dtype()});
+  auto product = make({.depth = 2, .columns = 2, .dtype = dtype()});
   product->load(test::tensor_from(dtype(), {1, 2, 2}, std::vector<double>{256, 256, 16, -256}), {});
   const Tensor x = test::tensor_from(dtype(), {1, 1, 2}, std::vector<double>{255, 256});
   Tensor out = Tensor::empty(dtype(), {1, 1, 2});
@@ -204,7 +210,7 @@ TEST_P(ProductTest, ReloadKeepsTheStorage) {
   Tensor weight = Tensor::empty(dtype(), {1, 12, 20}), bias = Tensor::empty(dtype(), {20});
   Tensor x = Tensor::empty(dtype(), {4, 1, 12}), out = Tensor::empty(dtype(), {4, 1, 20});
   test::fill_normal(x, 9);
-  auto product = make(maker(), shape);
+  auto product = make(shape);
   for (std::uint64_t seed : {1, 2}) {
     test::fill_normal(weight, seed);
     test::fill_normal(bias, seed + 10);
@@ -215,13 +221,13 @@ TEST_P(ProductTest, ReloadKeepsTheStorage) {
 }
 
 TEST_P(ProductTest, ThreadsDoNotChangeThePlainBits) {
-  if (maker() == Maker::onednn) GTEST_SKIP() << "oneDNN splits sums as it likes";
+  if (maker() >= Maker::onednn) GTEST_SKIP() << "others split sums as they like";
   constexpr std::int64_t kTokens = 110, kDepth = 200, kColumns = 130;
   Tensor weight = Tensor::empty(dtype(), {1, kDepth, kColumns});
   Tensor x = Tensor::empty(dtype(), {kTokens, 1, kDepth});
   test::fill_normal(weight, 1);
   test::fill_normal(x, 2);
-  auto product = make(maker(), {.depth = kDepth, .columns = kColumns, .dtype = dtype()});
+  auto product = make({.depth = kDepth, .columns = kColumns, .dtype = dtype()});
   product->load(weight, {});
   Tensor one = Tensor::empty(dtype(), {kTokens, 1, kColumns});
   pool_ = make_std_thread_pool(1);
@@ -235,11 +241,11 @@ TEST_P(ProductTest, ThreadsDoNotChangeThePlainBits) {
 }
 
 TEST_P(ProductTest, PlainAllocatesNothing) {
-  if (maker() == Maker::onednn) GTEST_SKIP() << "oneDNN makes descriptors for each call";
+  if (maker() >= Maker::onednn) GTEST_SKIP() << "other libraries allocate as they like";
   if (!FOVEA_COUNTS_MALLOC) GTEST_SKIP() << "a sanitizer owns malloc";
   Tensor weight = Tensor::zeros(dtype(), {2, 64, 96});
   Tensor x = Tensor::zeros(dtype(), {120, 2, 64}), out = Tensor::empty(dtype(), {120, 2, 96});
-  auto product = make(maker(), {.heads = 2, .depth = 64, .columns = 96, .dtype = dtype()});
+  auto product = make({.heads = 2, .depth = 64, .columns = 96, .dtype = dtype()});
   product->load(weight, {});
   pool_ = make_std_thread_pool(2);
   const ExecutionContext ctx{pool_.get(), &workspace_};
@@ -248,14 +254,19 @@ TEST_P(ProductTest, PlainAllocatesNothing) {
 }
 
 std::string name_of_case(const testing::TestParamInfo<std::tuple<Maker, DType>>& instance) {
-  const std::vector<std::string> makers = {"scalar", "best", "onednn"};
+  const std::vector<std::string> makers = {"scalar", "best", "onednn", "cublaslt"};
   const auto& [maker, dtype] = instance.param;
   return makers[static_cast<std::size_t>(maker)] + "_" + std::string(name_of(dtype));
 }
 
+std::vector<Maker> available_makers() {
+  std::vector<Maker> makers = {Maker::plain_scalar, Maker::plain_best, Maker::onednn};
+  if (test::available_places().size() > 1) makers.push_back(Maker::cublaslt);
+  return makers;
+}
+
 INSTANTIATE_TEST_SUITE_P(All, ProductTest,
-                         testing::Combine(testing::Values(Maker::plain_scalar, Maker::plain_best,
-                                                          Maker::onednn),
+                         testing::Combine(testing::ValuesIn(available_makers()),
                                           testing::Values(DType::f32, DType::f16, DType::bf16)),
                          name_of_case);
 

@@ -63,19 +63,21 @@ struct Weight {
 
 constexpr WeightGroups kGroups[] = {{0, 0}, {1, 0}, {128, 128}, {64, 128}, {32, 48}, {128, 0}};
 
-INSTANTIATE_TEST_SUITE_P(, QuantizedLinear, testing::Values(DType::f32, DType::f16, DType::bf16),
-                         [](const auto& dtype) { return std::string(name_of(dtype.param)); });
+INSTANTIATE_TEST_SUITE_P(, QuantizedLinear,
+                         testing::Combine(testing::ValuesIn(test::available_places()),
+                                          testing::Values(DType::f32, DType::f16, DType::bf16)),
+                         test::place_case_name);
 
 TEST_P(QuantizedLinear, TheIdentityGivesTheDequantisedWeight) {  // F036, F359
   constexpr std::int64_t kOut = 70, kIn = 300;
   for (const WeightGroups& groups : kGroups) {
     for (DType scale_dtype : {DType::f32, DType::bf16}) {
       const Weight w(kOut, kIn, groups, scale_dtype);
-      const Tensor direct = dequantize_weight(w.weight, GetParam());
+      const Tensor direct = dequantize_weight(w.weight, dtype());
       EXPECT_TRUE(test::values_close(w.values(), direct, 0x1p-25,
-                                     test::unit_roundoff(GetParam()) + 0x1p-24));
-      const Linear linear(w.weight, {}, GetParam());
-      const PaddedTensor identity(GetParam(), {kIn, kIn}), out(GetParam(), {kIn, kOut});
+                                     test::unit_roundoff(dtype()) + 0x1p-24));
+      const Linear linear(w.weight, {}, dtype(), memory());
+      const PaddedTensor identity(dtype(), {kIn, kIn}), out(dtype(), {kIn, kOut});
       test::fill_normal(identity, 1, 0);
       for (std::int64_t i = 0; i < kIn; ++i) {
         test::fill_uniform(identity.view().slice(0, i, i + 1).slice(1, i, i + 1), 1, 1, 1);
@@ -91,18 +93,18 @@ TEST_P(QuantizedLinear, ProductsEqualTheFormula) {
   constexpr std::int64_t kOut = 70, kIn = 300;
   for (const WeightGroups& groups : kGroups) {
     const Weight w(kOut, kIn, groups, DType::f32);
-    const PaddedTensor bias(GetParam(), {kOut});
+    const PaddedTensor bias(dtype(), {kOut});
     test::fill_normal(bias, 3);
-    const Linear linear(w.weight, bias, GetParam());
-    EXPECT_EQ("plain/fp8", linear.backend_name());
+    const Linear linear(w.weight, bias, dtype(), memory());
+    EXPECT_EQ(name("fp8"), linear.backend_name());
     for (std::int64_t tokens : {1, 2, 3, 5, 7, 64, 65, 130}) {
-      const PaddedTensor x(GetParam(), {tokens, kIn}), out(GetParam(), {tokens, kOut});
+      const PaddedTensor x(dtype(), {tokens, kIn}), out(dtype(), {tokens, kOut});
       test::fill_normal(x, 4);
       run(linear, x, out);
       const auto expected =
           oracle::linear(test::to_doubles(x), w.values(), test::to_doubles(bias), kIn);
       const double tolerance =
-          GetParam() == DType::f32 ? 1e-5 : 2 * test::unit_roundoff(GetParam());
+          dtype() == DType::f32 ? 1e-5 : 2 * test::unit_roundoff(dtype());
       EXPECT_TRUE(test::rows_close(expected, out, {tolerance, 1e-6})) << tokens << " tokens";
     }
   }
@@ -124,14 +126,14 @@ TEST(QuantizedProduct, ScalarKernelsHaveTheSameWeights) {
 
 TEST_P(QuantizedLinear, WeightsTakeAByteAndTheirScales) {
   const Weight w(128, 256, {128, 128}, DType::f32);
-  EXPECT_EQ(128 * 256 + 128 * 2 * 4, Linear(w.weight, {}, GetParam()).weight_bytes());
+  EXPECT_EQ(128 * 256 + 128 * 2 * 4, Linear(w.weight, {}, dtype(), memory()).weight_bytes());
 }
 
 TEST_P(QuantizedLinear, ANaNCodeStaysVisible) {
   Weight w(20, 32, {0, 0}, DType::f32);
   *w.codes.view().ptr<std::uint8_t>({7, 3}) = 0x7f;
-  const Linear linear(w.weight, {}, GetParam());
-  const PaddedTensor x(GetParam(), {1, 32}), out(GetParam(), {1, 20});
+  const Linear linear(w.weight, {}, dtype(), memory());
+  const PaddedTensor x(dtype(), {1, 32}), out(dtype(), {1, 20});
   test::fill_normal(x, 4);
   run(linear, x, out);
   const std::vector<double> y = test::to_doubles(out);
@@ -142,12 +144,12 @@ TEST_P(QuantizedLinear, ReloadKeepsStorageAndGroups) {
   const Weight first(40, 64, {32, 32}, DType::f32);
   Weight second(40, 64, {32, 32}, DType::f32);
   test::fill_uniform(second.scale, 9, 0.01, 0.02);
-  Linear linear(first.weight, {}, GetParam());
+  Linear linear(first.weight, {}, dtype(), memory());
   linear.reload(second.weight, {});
-  const PaddedTensor x(GetParam(), {2, 64}), out(GetParam(), {2, 40}), fresh(GetParam(), {2, 40});
+  const PaddedTensor x(dtype(), {2, 64}), out(dtype(), {2, 40}), fresh(dtype(), {2, 40});
   test::fill_normal(x, 4);
   run(linear, x, out);
-  run(Linear(second.weight, {}, GetParam()), x, fresh);
+  run(Linear(second.weight, {}, dtype(), memory()), x, fresh);
   EXPECT_EQ(test::to_doubles(fresh), test::to_doubles(out));
 }
 
@@ -183,17 +185,17 @@ TEST_P(QuantizedLinear, HeadsOfBlockScaledProductsEqualTheFormula) {  // F171
     test::fill_uniform(weights.back().scale, 20 + static_cast<std::uint64_t>(n), 0.001, 0.003);
     heads.push_back(weights.back().weight);
   }
-  BatchedLinear linear(heads, GetParam());
-  EXPECT_EQ("plain/fp8", linear.backend_name());
+  BatchedLinear linear(heads, dtype(), memory());
+  EXPECT_EQ(name("fp8"), linear.backend_name());
   EXPECT_EQ(kHeads * (kOut * kIn + kOut * 2 * 4), linear.weight_bytes());
   const auto run = [&](std::int64_t tokens) {
-    const PaddedTensor x(GetParam(), {tokens, kHeads, kIn}),
-        out(GetParam(), {tokens, kHeads, kOut});
+    const PaddedTensor x(dtype(), {tokens, kHeads, kIn}),
+        out(dtype(), {tokens, kHeads, kOut});
     test::fill_normal(x, 4);
     workspace_.reserve(linear.workspace_bytes(tokens));
     test::poison(workspace_);
     workspace_.reset_peak();
-    linear({pool_.get(), &workspace_}, x, out);
+    linear(ctx(), x, out);
     EXPECT_EQ(workspace_.peak(), linear.workspace_bytes(tokens));
     EXPECT_TRUE(out.padding_untouched());
     for (std::int64_t n = 0; n < kHeads; ++n) {
@@ -201,7 +203,7 @@ TEST_P(QuantizedLinear, HeadsOfBlockScaledProductsEqualTheFormula) {  // F171
       const auto expected =
           oracle::linear(rows, weights[static_cast<std::size_t>(n)].values(), {}, kIn);
       const double tolerance =
-          GetParam() == DType::f32 ? 1e-5 : 2 * test::unit_roundoff(GetParam());
+          dtype() == DType::f32 ? 1e-5 : 2 * test::unit_roundoff(dtype());
       EXPECT_TRUE(test::rows_close(expected, out.view().select(1, n), {tolerance, 1e-6}))
           << tokens << " tokens, head " << n;
     }

@@ -39,7 +39,7 @@ void share(void* memory, std::size_t bytes) {
 
 bool give_heap_to_device() {
   setenv("CUDA_LAUNCH_BLOCKING", "1", 1);
-  setenv("CUDA_MODULE_LOADING", "EAGER", 1);  // Or a first launch would allocate.
+  setenv("CUDA_MODULE_LOADING", "EAGER", 0);  // Or a first launch would allocate.
   int devices = 0;
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) return false;
   // One heap, grown once and for good, that all threads and sizes come from.

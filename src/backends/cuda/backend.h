@@ -25,5 +25,7 @@ CudaDevice open_cuda_device(int index);
 const Backend& cuda_backend(int major);
 
 MemorySource cuda_memory(int index);
+/// Pinned memory of the host.
+MemorySource cuda_host_memory();
 
 }  // namespace fovea

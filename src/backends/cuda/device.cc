@@ -40,7 +40,28 @@ MemorySource cuda_memory(int index) {
   };
   // Waits for the work that is queued: some may still use it.
   const auto free = [](Device, std::byte* memory) { cudaFree(memory); };
-  return {{Device::Type::cuda, index}, allocate, free};
+  const auto copy = [](Device device, void* to, const void* from, std::int64_t bytes,
+                       void* stream) {
+    const cuda::CurrentDevice current(device);
+    const auto queue = static_cast<cudaStream_t>(stream);
+    cuda::check(cudaMemcpyAsync(to, from, static_cast<std::size_t>(bytes), cudaMemcpyDefault, queue),
+                "cudaMemcpyAsync");
+    cuda::check(cudaStreamSynchronize(queue), "cudaStreamSynchronize");
+  };
+  return {{Device::Type::cuda, index}, allocate, free, copy};
+}
+
+MemorySource cuda_host_memory() {
+  const auto allocate = [](Device, std::int64_t bytes) {
+    void* memory = nullptr;
+    const cudaError_t status =
+        cudaHostAlloc(&memory, static_cast<std::size_t>(bytes), cudaHostAllocPortable);
+    FOVEA_CHECK(status == cudaSuccess, resource_exhausted, "no pinned memory for {} bytes: {}",
+                bytes, cudaGetErrorString(status));
+    return static_cast<std::byte*>(memory);
+  };
+  const auto free = [](Device, std::byte* memory) { cudaFreeHost(memory); };
+  return {{}, allocate, free, nullptr};
 }
 
 }  // namespace fovea

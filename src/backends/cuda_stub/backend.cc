@@ -16,5 +16,6 @@ const Backend& cuda_backend(int) {
 }
 
 MemorySource cuda_memory(int) { return {}; }
+MemorySource cuda_host_memory() { return {}; }
 
 }  // namespace fovea

@@ -1,0 +1,27 @@
+// Codes of weights and inputs on a GPU, on their way into a product.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "fovea/linear.h"
+
+namespace fovea::cuda {
+
+/// Weights of heads in device memory; value = code * scale of its group, in float32.
+struct DeviceCodes {
+  TensorView codes;     ///< u8 [N, M, K], f8e4m3fn; or [N, M, K / 2], f4e2m1, low nibble first.
+  TensorView scales;    ///< f32 [N, groups of M, groups of K]
+  WeightGroups groups;  ///< Extents: no 0.
+  bool is_mxfp4 = false;
+};
+
+/// values [N, M, K], contiguous, each rounded once to its dtype.
+void decode_codes(const DeviceCodes& codes, const TensorView& values, cudaStream_t stream);
+
+/// rounded [T, N, K], contiguous, becomes what FP8 keeps of x [T, N, K]: codes of groups of
+/// `group` channels times the scale that takes the group's largest finite magnitude to the largest
+/// code, rounded to the dtype.
+void round_to_fp8(const TensorView& x, std::int64_t group, const TensorView& rounded,
+                  cudaStream_t stream);
+
+}  // namespace fovea::cuda
