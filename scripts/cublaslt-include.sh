@@ -14,7 +14,8 @@ for folder in "$toolkit" /usr/local/cuda/include "$kept/nvidia/cu13/include"; do
   fi
 done
 mkdir -p "$kept"
-python3 -m pip download --quiet --no-deps --dest "$kept" 'nvidia-cublas>=13,<14' >&2
+python3 -m venv "$kept/venv"
+"$kept/venv/bin/pip" download --quiet --no-deps --dest "$kept" 'nvidia-cublas>=13,<14' >&2
 python3 - "$kept" <<'PYTHON'
 import pathlib
 import sys

@@ -23,7 +23,7 @@ ALLOWED = {
     "linear": {"quant"},
     "layers": {"ops", "linear", "plan", "kv", "variants", "quant", "parallel"},
     "model": {"layers", "linear", "parallel"},
-    "engine": {"layers", "model", "plan", "kv", "variants", "parallel", "oracle"},
+    "engine": {"layers", "model", "ops", "plan", "kv", "variants", "parallel", "oracle"},
     "api": {"ops", "backends/reference", "backends/cpu", "backends/cuda", "plan", "kv", "variants", "quant"},
 }
 
@@ -42,6 +42,7 @@ HEADER_ROOM = {
     "block_pool": "kv",
     "plan": "plan",
     "op_context": "ops",
+    "device_graph": "ops",
     "ops": "ops",
     "runtime": "api",
     "fovea": "api",

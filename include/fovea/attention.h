@@ -130,6 +130,12 @@ class AttentionLayer {
   void operator()(const OpContext& ctx, const TensorView& hidden, const QuantizedOutput& attended,
                   const AttentionStep& step, const GqaCache& cache) const;
 
+  /// Brings what decode needs of the step's plan to where it runs, into step.prepared, once for all
+  /// layers of these dims whose caches have this format and block size.
+  void prepare(const OpContext& ctx, const AttentionStep& step, const GqaCache& cache) const;
+  /// Of step.prepared, u8, for any cache.
+  std::int64_t prepared_bytes(const OpContext& ctx, const BatchPlan& plan) const;
+
   /// Scratch of a step: exactly what it takes.
   std::int64_t workspace_bytes(const OpContext& ctx, const BatchPlan& plan) const;
   /// Scratch that suffices for every step within `limits`.

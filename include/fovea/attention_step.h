@@ -29,6 +29,8 @@ struct AttentionStep {
   /// Optional [T] i32: the adapter of each row in the layer's LoRA weights; -1: none.
   /// AttentionLayer only: MLA has no LoRA.
   TensorView lora_ids = {};
+  /// Optional, as prepare() of the first of these layers left it.
+  TensorView prepared = {};
 };
 
 }  // namespace fovea

@@ -27,6 +27,8 @@ struct MemorySource {
   /// and done when it returns. Null: the host copies.
   void (*copy)(Device device, void* to, const void* from, std::int64_t bytes,
                void* stream) = nullptr;
+  /// Returns when the work on `stream` is done. Null: calls end when theirs is.
+  void (*wait)(Device device, void* stream) = nullptr;
 };
 
 /// With source.copy.

@@ -149,6 +149,11 @@ class MlaAttention {
   /// plan's tokens with zeros. Whatever is wrong is said before anything is written.
   void operator()(const OpContext& ctx, const Operands& operands, const AttentionStep& step,
                   const PagedKvCache& cache) const;
+  /// Brings what decode needs of the step's plan to where it runs, into step.prepared, for all
+  /// layers of these dims whose caches have this format and block size. As prepare() of mla_decode.
+  void prepare(const OpContext& ctx, const AttentionStep& step, const PagedKvCache& cache) const;
+  /// Of step.prepared, u8, for any cache.
+  std::int64_t prepared_bytes(const OpContext& ctx, const BatchPlan& plan) const;
 
   /// Scratch of a step: exactly what it takes.
   std::int64_t workspace_bytes(const OpContext& ctx, const BatchPlan& plan) const;
@@ -180,6 +185,9 @@ class MlaAttention {
   Expanded split_expanded(const TensorView& kv) const;
   TensorView sinks() const { return sinks_ ? sinks_.view() : TensorView{}; }
 
+  /// Operands that have shapes alone.
+  MlaDecodeParams decode_shapes(const DecodeSchedule& schedule, const AttentionVariant& variant,
+                                const PagedKvCache& cache) const;
   std::int64_t decode_bytes(const OpContext& ctx, const DecodeSchedule& schedule,
                             const AttentionVariant& variant, std::int64_t tokens) const;
   std::int64_t attention_bytes(const OpContext& ctx, const PrefillSchedule& schedule,
@@ -224,6 +232,10 @@ class MlaLayer {
   /// Error(unsupported) with full absorption, whose decode has no such rows.
   void operator()(const OpContext& ctx, const TensorView& hidden, const QuantizedOutput& attended,
                   const AttentionStep& step, const PagedKvCache& cache) const;
+
+  /// Before the steps of a plan's layers, once: see MlaAttention::prepare.
+  void prepare(const OpContext& ctx, const AttentionStep& step, const PagedKvCache& cache) const;
+  std::int64_t prepared_bytes(const OpContext& ctx, const BatchPlan& plan) const;
 
   /// Scratch of a step: exactly what it takes.
   std::int64_t workspace_bytes(const OpContext& ctx, const BatchPlan& plan) const;

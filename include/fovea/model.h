@@ -119,6 +119,7 @@ class Model {
   /// kind that the config says.
   const MlaWeights& mla_weights(std::int64_t index) const;
   const AttentionWeights& gqa_weights(std::int64_t index) const;
+  const TensorView& input_layernorm(std::int64_t index) const;  ///< [H], of the same.
   /// Of a layer's cache in a format with one scale per tensor: the checkpoint's, or 1. NaN where it
   /// has other than one number.
   KvScalePair kv_scales(std::int64_t index) const;

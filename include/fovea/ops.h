@@ -36,6 +36,14 @@ struct RmsNormParams {
 };
 void rms_norm(const OpContext& ctx, const RmsNormParams& params);
 
+/// x[t] += scale * y[t], rounded once: a layer's output joins the residual stream.
+struct AddResidualParams {
+  TensorView x;  ///< [T, D] compute dtype, unit innermost stride; read and written.
+  TensorView y;  ///< [T, D] dtype of x, unit innermost stride.
+  float scale = 1.f;
+};
+void add_residual(const OpContext& ctx, const AddResidualParams& params);
+
 enum class RopePairing : std::uint8_t {
   neox,         ///< Channel i turns with channel i + R / 2.
   interleaved,  ///< Channel 2 i turns with channel 2 i + 1.
@@ -97,6 +105,7 @@ struct BlockTableView {
   std::int64_t requests = 0;
   std::int64_t width = 0;
   std::int64_t stride = 0;  ///< Elements from a request to the next.
+  Device device = {};       ///< Of `data`. A GPU's is for decodes with device_seq_lens.
 };
 
 /// Copies seq_lens[i] rows of request i, from position starts[i] on, one request after the other.
@@ -159,9 +168,16 @@ struct MlaDecodeParams {
   float sm_scale = 0.f;
   TensorView sinks;     ///< Optional [N] f32: raw logits that join the denominator, not the lse.
   float q_scale = 0.f;  ///< With f8e4m3fn queries: multiplies their stored values.
+  /// Optional u8 [workspace_bytes of these params without it]: prepare() has filled it.
+  TensorView prepared = {};
 };
 void mla_decode(const OpContext& ctx, const MlaDecodeParams& params);
 std::int64_t workspace_bytes(const OpContext& ctx, const MlaDecodeParams& params);
+/// Brings what kernels need of the schedule to where they run, once for all calls with the same
+/// schedule, block table, shapes and variant, one at a time: those of a step's layers. Where
+/// nothing needs that (on the CPU), `prepared` is neither written nor read. In a CUDA graph whose
+/// schedule has device_seq_lens it plans anew in every launch.
+void prepare(const OpContext& ctx, const MlaDecodeParams& params);
 /// Plans, finds scratch and runs in one call, which allocates; params.schedule is not read. For
 /// steps of many layers plan once and pass the schedule.
 void mla_decode_once(const OpContext& ctx, const MlaDecodeParams& params,
@@ -189,9 +205,11 @@ struct AttentionDecodeParams {
   AttentionVariant variant;
   float sm_scale = 0.f;
   TensorView sinks;  ///< Optional [N] f32: raw logits that join the denominator, not the lse.
+  TensorView prepared = {};  ///< As in MlaDecodeParams.
 };
 void attention_decode(const OpContext& ctx, const AttentionDecodeParams& params);
 std::int64_t workspace_bytes(const OpContext& ctx, const AttentionDecodeParams& params);
+void prepare(const OpContext& ctx, const AttentionDecodeParams& params);
 /// Plans, finds scratch and runs in one call, which allocates; params.schedule is not read. For
 /// steps of many layers plan once and pass the schedule.
 void attention_decode_once(const OpContext& ctx, const AttentionDecodeParams& params,

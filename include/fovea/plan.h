@@ -235,6 +235,10 @@ struct DecodeSchedule {
   std::vector<std::int32_t> worker_begin;   ///< [workers + 1] into items; a worker may have none.
   std::vector<std::int32_t> partial_begin;  ///< [decodes + 1] partials of each request.
   std::int32_t max_query_len = 0;
+  /// Optional, of a GPU: [decodes] lengths in its memory, which kernels read when they run, so that
+  /// a replayed graph sees what is there by then. seq_lens are then the most that they may be; 0
+  /// is a request that sees nothing. The block table must be in the GPU's memory too.
+  const std::int32_t* device_seq_lens = nullptr;
   std::int32_t num_partials() const { return partial_begin.empty() ? 0 : partial_begin.back(); }
 };
 

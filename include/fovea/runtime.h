@@ -20,11 +20,17 @@ struct RuntimeOptions {
   int num_threads = 0;  ///< 0: the processors that this process may use.
   /// Plans for this context cut work by each request alone, so that the bits which attention ops
   /// and merges give a row depend on its own inputs alone. Matrix products are not part of that.
-  /// Refused with "cuda".
+  /// With "cuda" the kernels of any GPU alone promise that, and run.
   bool batch_invariant = false;
   int cuda_device = 0;  ///< The GPU of "cuda".
   /// "cuda": the cudaStream_t that ops are queued on; null: the default stream. Borrowed.
   void* cuda_stream = nullptr;
+  /// "cuda": a stream of the runtime's own instead. DeviceGraph needs one that is not the default.
+  bool own_cuda_stream = false;
+  /// "cuda": slots, positions, lengths and blocks that only the device can read are checked there,
+  /// before they are used. A bad slot is skipped, a row at a bad position left as it is or not
+  /// appended, a request with a bad length or block sees nothing; take_device_fault() says what.
+  bool check_device_indices = false;
 };
 
 /// Used by one thread at a time. Plans, geometry and layers are immutable and shared freely.
@@ -47,6 +53,9 @@ class Runtime {
   std::string_view isa() const;
   /// "NVIDIA H200, 132 multiprocessors, 139 GiB"; empty but for cuda.
   std::string_view device_name() const;
+  /// What check_device_indices found first since the last call: "slot_mapping[3] is 99, but must be
+  /// in [-1, 64)"; empty: nothing. Waits for the work that is queued.
+  std::string take_device_fault() const;
 
  private:
   struct State;

@@ -82,4 +82,9 @@ struct ExecutionContext {
   void* stream = nullptr;
 };
 
+/// Returns when the work that was queued on ctx is done.
+inline void wait(const ExecutionContext& ctx) {
+  if (ctx.memory.wait) ctx.memory.wait(ctx.memory.device, ctx.stream);
+}
+
 }  // namespace fovea

@@ -1,8 +1,10 @@
 #include "fovea/runtime.h"
 
 #include <cstdlib>
+#include <new>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backends/cpu/backend.h"
@@ -63,6 +65,8 @@ struct Runtime::State {
   std::string_view backend;
   std::string isa;
   std::string device_name;
+  std::shared_ptr<void> stream;  ///< Its own, or null.
+  Tensor fault;                  ///< A DeviceFault that host and device share, or absent.
   OpContext context;
 
   void use_cuda(const RuntimeOptions& options, const Choice& kernels);
@@ -73,14 +77,22 @@ void Runtime::State::use_cuda(const RuntimeOptions& options, const Choice& kerne
               "{} is \"{}\" with backend cuda; it must be auto or plain", kernels.name,
               kernels.value);
   const CudaDevice device = open_cuda_device(options.cuda_device);
-  const bool plain = kernels.value == "plain";
+  FOVEA_CHECK(!options.own_cuda_stream || options.cuda_stream == nullptr, invalid_argument,
+              "own_cuda_stream is set beside cuda_stream; one of the two must not be");
+  const bool plain = kernels.value == "plain" || options.batch_invariant;
   backends.push_back(&cuda_backend(plain ? 0 : device.major));
   isa = plain ? "plain" : "sm_" + std::to_string(device.major) + std::to_string(device.minor);
   device_name = device.name + ", " + std::to_string(device.multiprocessors) +
                 " multiprocessors, " + std::to_string(device.memory_bytes >> 30) + " GiB";
   context.memory = cuda_memory(options.cuda_device);
-  context.host_memory = cuda_host_memory();
-  context.stream = options.cuda_stream;
+  context.host_memory = cuda_host_memory(options.cuda_device);
+  if (options.own_cuda_stream) stream = make_cuda_stream(options.cuda_device);
+  context.stream = stream ? stream.get() : options.cuda_stream;
+  context.l2_bytes = device.l2_bytes;
+  if (options.check_device_indices) {
+    fault = Tensor::empty(DType::u8, {std::int64_t{sizeof(DeviceFault)}}, context.host_memory);
+    context.device_fault = new (fault.view().data) DeviceFault;
+  }
   context.plan_target.num_workers = device.multiprocessors;
 }
 
@@ -91,9 +103,6 @@ Runtime::Runtime(const RuntimeOptions& options) : state_(std::make_unique<State>
   const Choice backend = choose(options.backend, "backend", "FOVEA_BACKEND");
   const Choice isa = choose(options.isa, "isa", "FOVEA_ISA");
   state.backend = pick_backend(backend);
-  FOVEA_CHECK(!options.batch_invariant || state.backend != "cuda", unsupported,
-              "batch_invariant is on with backend cuda; it must be off there: its kernels do not "
-              "promise that");
   if (!options.pool) state.owned_pool = make_std_thread_pool(options.num_threads);
   state.context.pool = options.pool ? options.pool : state.owned_pool.get();
   state.context.plan_target.num_workers = state.context.pool->num_threads();
@@ -123,6 +132,19 @@ const OpContext& Runtime::context() const { return state_->context; }
 std::string_view Runtime::backend() const { return state_->backend; }
 std::string_view Runtime::isa() const { return state_->isa; }
 std::string_view Runtime::device_name() const { return state_->device_name; }
+
+std::string Runtime::take_device_fault() const {
+  const OpContext& ctx = context();
+  if (ctx.device_fault == nullptr) return "";
+  wait(ctx);
+  const DeviceFault found = std::exchange(*ctx.device_fault, DeviceFault{});
+  if (found.taken == 0) return "";
+  constexpr std::string_view kNames[] = {"slot_mapping", "positions", "seq_lens", "block_table"};
+  return std::string(kNames[static_cast<std::size_t>(found.argument)]) + "[" +
+         std::to_string(found.index) + "] is " + std::to_string(found.value) +
+         ", but must be in [" + std::to_string(found.begin) + ", " + std::to_string(found.end) +
+         ")";
+}
 
 std::string cpu_features() {
   std::string features;

@@ -125,7 +125,7 @@ class Contest {
     gather(context_);
     const oracle::MlaWeights weights = engine::oracle_mla_weights(model_, 0);
     const std::vector<double> normed = oracle::rms_norm(
-        engine::to_doubles(hidden_), engine::to_doubles(model_.layer(0).input_layernorm),
+        engine::to_doubles(hidden_), engine::to_doubles(model_.input_layernorm(0)),
         model_.config().rms_norm_eps);
     return oracle::mla_layer(weights, normed, std::vector{context_ - 1}, engine::to_doubles(rows_),
                              oracle::MlaForm::absorbed);

@@ -4,7 +4,6 @@
 #include <chrono>
 
 #include "core/check.h"
-#include "core/float_bits.h"
 #include "core/kernel_time.h"
 
 namespace fovea::engine {
@@ -16,16 +15,10 @@ double ms_since(Clock::time_point begin) {
   return std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
 }
 
-/// x += scale * y for one row of the model's dtype, rounded once.
-template <class T>
-void add_row(T* x, const T* y, std::int64_t count, float scale) {
-  for (std::int64_t i = 0; i < count; ++i) x[i] = narrow<T>(widen(x[i]) + scale * widen(y[i]));
-}
-
-PagedKvCache allocate_cache(const Model& model, const KvFormat& format,
+PagedKvCache allocate_cache(const OpContext& ctx, const Model& model, const KvFormat& format,
                             const KvCacheLayout& layout) {
   try {
-    return PagedKvCache::allocate(format, layout);
+    return PagedKvCache::allocate(format, layout, ctx.memory);
   } catch (const Error& error) {
     if (error.code() != ErrorCode::resource_exhausted) throw;
     fail(ErrorCode::resource_exhausted,
@@ -43,6 +36,8 @@ StepRunner::StepRunner(const OpContext& ctx, const Model& model, const std::vect
                        const StepLimits& limits)
     : ctx_(ctx),
       model_(model),
+      mirror_(ctx),
+      graphs_(ctx),
       limits_(limits),
       group_of_layer_(static_cast<std::size_t>(model.num_layers())) {
   const auto max_rows = static_cast<std::size_t>(limits.max_rows);
@@ -56,6 +51,11 @@ StepRunner::StepRunner(const OpContext& ctx, const Model& model, const std::vect
     group.block_table.assign(static_cast<std::size_t>(limits.max_num_seqs * table_width_),
                              BlockTable::kNoBlock);
     group.slots.reserve(max_rows);
+    group.slot_rows = Tensor::empty(DType::i64, {limits.max_rows}, ctx.memory);
+    if (graphs_.available()) {
+      group.table_rows =
+          Tensor::empty(DType::i32, {limits.max_num_seqs, table_width_}, ctx.memory);
+    }
   }
   make_caches();
   const AttentionLimits layer_limits{.max_tokens = limits.max_rows,
@@ -73,9 +73,14 @@ StepRunner::StepRunner(const OpContext& ctx, const Model& model, const std::vect
   ctx.workspace->reset_peak();
 
   const std::int64_t H = model.config().hidden_size;
-  hidden_ = Tensor::empty(model.dtype(), {limits.max_rows, H});
-  normed_ = Tensor::empty(model.dtype(), {limits.max_rows, H});
-  output_ = Tensor::empty(model.dtype(), {limits.max_rows, H});
+  embedded_ = Tensor::empty(model.dtype(), {limits.max_rows, H});
+  hidden_ = Tensor::empty(model.dtype(), {limits.max_rows, H}, ctx.memory);
+  normed_ = Tensor::empty(model.dtype(), {limits.max_rows, H}, ctx.memory);
+  output_ = Tensor::empty(model.dtype(), {limits.max_rows, H}, ctx.memory);
+  position_rows_ = Tensor::empty(DType::i64, {limits.max_rows}, ctx.memory);
+  if (graphs_.available()) {
+    seq_len_rows_ = Tensor::empty(DType::i32, {limits.max_num_seqs}, ctx.memory);
+  }
   token_ids_.reserve(max_rows);
   positions_.reserve(max_rows);
 }
@@ -93,19 +98,19 @@ void StepRunner::make_caches() {
     if (gqa == nullptr) {
       const MlaDims& d = std::get<MlaLayer>(model_.layer(i).attention).dims();
       cache.rows = allocate_cache(
-          model_, latent_format(format, d.kv_lora_rank, d.qk_rope_head_dim, scales), layout);
+          ctx_, model_, latent_format(format, d.kv_lora_rank, d.qk_rope_head_dim, scales), layout);
       continue;
     }
     const GqaDims& d = gqa->dims();
     const KvFormat keys = heads_format(format, d.num_kv_heads, d.head_dim, scales.k_scale);
     if (keys.scales == KvScales::none) {
       const KvFormat rows{.dtype = keys.dtype, .row_elements = d.k_size() + d.v_size()};
-      cache.rows = allocate_cache(model_, rows, layout);
+      cache.rows = allocate_cache(ctx_, model_, rows, layout);
       cache.columns = GqaCache::columns_of(cache.rows, d);
     } else {
-      cache.rows = allocate_cache(model_, keys, layout);
+      cache.rows = allocate_cache(ctx_, model_, keys, layout);
       const KvFormat values = heads_format(format, d.num_kv_heads, d.v_head_dim, scales.v_scale);
-      cache.columns = {.k = cache.rows, .v = allocate_cache(model_, values, layout)};
+      cache.columns = {.k = cache.rows, .v = allocate_cache(ctx_, model_, values, layout)};
       cache.has_own_values = true;
     }
   }
@@ -135,25 +140,76 @@ StepRunner::Times StepRunner::run(const Workload& workload, std::span<const Sche
   fill_tables(step);
   fill_hidden(workload);
   make_plans();
-  const auto rows = static_cast<std::int64_t>(positions_.size());
+  DecodeStep* const decode = find_decode_step(step);
+  const std::int64_t rows = decode ? decode->rows : std::ssize(positions_);
+  send_rows(rows);
+  if (decode) send_lengths(rows);
   Times times;
   for (std::int64_t i = 0; i < model_.num_layers(); ++i) {
     Clock::time_point begin = Clock::now();
-    attend(i, rows);
+    const std::size_t group = group_of(i);
+    if (decode) {
+      graphs_.run(*decode, i, [&] { run_layer(i, rows, decode->steps[group]); });
+    } else {
+      run_layer(i, rows, groups_[group].operands);
+    }
     times.busy_ms += ms_since(begin);
+    if (observers.empty()) continue;
 
+    finish(times);
     begin = Clock::now();
-    for (StepObserver* observer : observers) observer->on_layer(trace(i, workload));
+    const LayerTrace seen = trace(i, workload);
+    for (StepObserver* observer : observers) observer->on_layer(seen);
     times.observer_ms += ms_since(begin);
-
-    begin = Clock::now();
-    add_output(model_.layer(i), rows);
-    times.busy_ms += ms_since(begin);
   }
+  finish(times);
   ++num_steps_;
   times.step_ms = ms_since(start) - times.observer_ms;
   times.kernel_ms = (kernel_seconds - kernel_seconds_before) * 1e3;
   return times;
+}
+
+/// Null where the step has more than decodes, or the context no graphs.
+DecodeStep* StepRunner::find_decode_step(std::span<const ScheduledRequest> step) {
+  const bool decodes = std::ranges::all_of(
+      step, [](const ScheduledRequest& scheduled) { return scheduled.query_len == 1; });
+  if (!decodes || !graphs_.available()) return nullptr;
+  return &graphs_.step_for(std::ssize(step), std::min(limits_.max_num_seqs, limits_.max_rows),
+                           [this](std::int64_t rows) { return make_decode_step(rows); });
+}
+
+DecodeStep StepRunner::make_decode_step(std::int64_t rows) const {
+  DecodeStep step;
+  step.rows = rows;
+  SequenceBatch batch;
+  for (std::int64_t i = 0; i <= rows; ++i) {
+    batch.query_start_loc.push_back(static_cast<std::int32_t>(i));
+  }
+  batch.seq_lens.assign(static_cast<std::size_t>(rows),
+                        static_cast<std::int32_t>(limits_.max_seq_len));
+  for (const Group& group : groups_) {
+    BatchPlan plan = make_plan(batch, ctx_.plan_target, plan_options(group.kv.variant));
+    plan.decode.device_seq_lens = seq_len_rows_.ptr<std::int32_t>();
+    step.plans.push_back(std::move(plan));
+  }
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    const Group& group = groups_[g];
+    const BatchPlan& plan = step.plans[g];
+    const std::int64_t bytes = std::visit(
+        [&](const auto& attention) { return attention.prepared_bytes(ctx_, plan); },
+        model_.layer(group.kv.layers.front()).attention);
+    step.prepared.push_back(Tensor::empty(DType::u8, {bytes}, ctx_.memory));
+    step.steps.push_back({.plan = &plan,
+                          .block_table = {.data = group.table_rows.ptr<std::int32_t>(),
+                                          .requests = rows,
+                                          .width = table_width_,
+                                          .stride = table_width_,
+                                          .device = ctx_.memory.device},
+                          .slot_mapping = group.slot_rows.view().slice(0, 0, rows),
+                          .positions = position_rows_.view().slice(0, 0, rows),
+                          .prepared = step.prepared.back()});
+  }
+  return step;
 }
 
 void StepRunner::fill_batch(const Workload& workload, std::span<const ScheduledRequest> step) {
@@ -197,9 +253,9 @@ void StepRunner::fill_tables(std::span<const ScheduledRequest> step) {
   }
 }
 
-void StepRunner::make_plans() {
-  const auto rows = static_cast<std::int64_t>(positions_.size());
+PlanOptions StepRunner::plan_options(const AttentionVariant& variant) const {
   PlanOptions options;
+  options.variant = variant;
   if (limits_.draft_tokens > 0) {
     options.split.reorder_batch_threshold = static_cast<std::int32_t>(1 + limits_.draft_tokens);
     options.split.support = QueryLenSupport::varlen;
@@ -207,39 +263,94 @@ void StepRunner::make_plans() {
   options.context_plan = limits_.context_plan;
   options.workspace_rows = limits_.workspace_rows;
   options.block_size = limits_.block_size;
+  return options;
+}
+
+void StepRunner::make_plans() {
+  const std::int64_t rows = std::ssize(positions_);
   for (Group& group : groups_) {
-    options.variant = group.kv.variant;
-    group.plan = make_plan(batch_, ctx_.plan_target, options);
+    group.plan = make_plan(batch_, ctx_.plan_target, plan_options(group.kv.variant));
     group.operands.plan = &group.plan;
     group.operands.block_table = {group.block_table.data(), batch_.num_reqs(), table_width_,
                                   table_width_};
-    group.operands.slot_mapping = TensorView::of(group.slots.data(), {rows});
-    group.operands.positions = TensorView::of(positions_.data(), {rows});
+    group.operands.slot_mapping = group.slot_rows.view().slice(0, 0, rows);
+    group.operands.positions = position_rows_.view().slice(0, 0, rows);
   }
 }
 
 void StepRunner::fill_hidden(const Workload& workload) {
   ctx_.pool->run(std::ssize(token_ids_), [&](std::int64_t row) {
     token_hidden_state(workload.seed, token_ids_[static_cast<std::size_t>(row)],
-                       hidden_.view().select(0, row));
+                       embedded_.view().select(0, row));
   });
 }
 
-/// output_ = attention(input_layernorm(hidden_))
-void StepRunner::attend(std::int64_t index, std::int64_t rows) {
+/// What the step computes with goes to where it computes.
+void StepRunner::send_rows(std::int64_t rows) {
+  const std::int64_t own = std::ssize(positions_);
+  const auto send = [&](const void* from, const Tensor& to, std::int64_t count) {
+    const std::int64_t elements = count * to.view().strides[0];
+    copy_bytes(ctx_.memory, to.view().data, from, bytes_of(to.view().dtype, elements),
+               ctx_.stream);
+  };
+  send(embedded_.view().data, hidden_, own);
+  positions_.resize(static_cast<std::size_t>(rows), 0);
+  send(positions_.data(), position_rows_, rows);
+  positions_.resize(static_cast<std::size_t>(own));
+  for (Group& group : groups_) {
+    group.slots.resize(static_cast<std::size_t>(rows), -1);
+    send(group.slots.data(), group.slot_rows, rows);
+  }
+}
+
+/// Of decodes, for graphs.
+void StepRunner::send_lengths(std::int64_t requests) {
+  std::vector<std::int32_t>& lengths = batch_.seq_lens;
+  const std::size_t own = lengths.size();
+  lengths.resize(static_cast<std::size_t>(requests), 0);
+  copy_bytes(ctx_.memory, seq_len_rows_.view().data, lengths.data(),
+             bytes_of(DType::i32, requests), ctx_.stream);
+  lengths.resize(own);
+  for (const Group& group : groups_) {
+    copy_bytes(ctx_.memory, group.table_rows.view().data, group.block_table.data(),
+               bytes_of(DType::i32, requests * table_width_), ctx_.stream);
+  }
+}
+
+/// A device may still be at work.
+void StepRunner::finish(Times& times) const {
+  const KernelTimer timer;
+  const Clock::time_point begin = Clock::now();
+  wait(ctx_);
+  times.busy_ms += ms_since(begin);
+}
+
+/// output_ = attention(input_layernorm(hidden_)), after what the layer before leaves to be added.
+void StepRunner::run_layer(std::int64_t index, std::int64_t rows, const AttentionStep& step) {
   const DecoderLayer& layer = model_.layer(index);
   const TensorView normed = normed_.view().slice(0, 0, rows);
   const TensorView output = output_.view().slice(0, 0, rows);
+  if (index > 0) add_output(model_.layer(index - 1), rows);
+  if (step.prepared && groups_[group_of(index)].kv.layers.front() == index) prepare(index, step);
   rms_norm(ctx_, {.x = hidden_.view().slice(0, 0, rows),
                   .weight = layer.input_layernorm,
                   .out = normed,
                   .eps = model_.config().rms_norm_eps});
-  const AttentionStep& operands = groups_[group_of(index)].operands;
   const LayerCache& cache = caches_[static_cast<std::size_t>(index)];
   if (const auto* mla = std::get_if<MlaLayer>(&layer.attention)) {
-    (*mla)(ctx_, normed, output, operands, cache.rows);
+    (*mla)(ctx_, normed, output, step, cache.rows);
   } else {
-    std::get<AttentionLayer>(layer.attention)(ctx_, normed, output, operands, cache.columns);
+    std::get<AttentionLayer>(layer.attention)(ctx_, normed, output, step, cache.columns);
+  }
+}
+
+void StepRunner::prepare(std::int64_t index, const AttentionStep& step) const {
+  const DecoderLayer& layer = model_.layer(index);
+  const LayerCache& cache = caches_[static_cast<std::size_t>(index)];
+  if (const auto* mla = std::get_if<MlaLayer>(&layer.attention)) {
+    mla->prepare(ctx_, step, cache.rows);
+  } else {
+    std::get<AttentionLayer>(layer.attention).prepare(ctx_, step, cache.columns);
   }
 }
 
@@ -252,24 +363,12 @@ void StepRunner::add_output(const DecoderLayer& layer, std::int64_t rows) {
                     .out = output,
                     .eps = model_.config().rms_norm_eps});
   }
-  const std::int64_t H = hidden_.view().shape[1];
-  const float scale = model_.config().residual_scale;
-  const auto add = [&]<class T>(T) {
-    ctx_.pool->run(rows, [&](std::int64_t row) {
-      add_row(hidden_.ptr<T>({row}), output_.ptr<T>({row}), H, scale);
-    });
-  };
-  switch (model_.dtype()) {
-    case DType::f16:
-      return add(Float16{});
-    case DType::bf16:
-      return add(BFloat16{});
-    default:
-      return add(float{});
-  }
+  add_residual(ctx_, {.x = hidden_.view().slice(0, 0, rows),
+                      .y = output_.view().slice(0, 0, rows),
+                      .scale = model_.config().residual_scale});
 }
 
-LayerTrace StepRunner::trace(std::int64_t layer, const Workload& workload) const {
+LayerTrace StepRunner::trace(std::int64_t layer, const Workload& workload) {
   const Group& group = groups_[group_of(layer)];
   const std::int64_t rows = group.plan.num_actual_tokens;
   LayerTrace trace;
@@ -278,10 +377,11 @@ LayerTrace StepRunner::trace(std::int64_t layer, const Workload& workload) const
   trace.plan = &group.plan;
   trace.block_table = group.operands.block_table;
   const LayerCache& cache = caches_[static_cast<std::size_t>(layer)];
-  trace.cache = &cache.rows;
-  if (cache.has_own_values) trace.v_cache = &cache.columns.v;
-  trace.input = hidden_.view().slice(0, 0, rows);
-  trace.output = output_.view().slice(0, 0, rows);
+  mirror_.begin_layer();
+  trace.cache = mirror_.blocks(cache.rows, trace.block_table);
+  if (cache.has_own_values) trace.v_cache = mirror_.blocks(cache.columns.v, trace.block_table);
+  trace.input = mirror_.rows(hidden_.view().slice(0, 0, rows));
+  trace.output = mirror_.rows(output_.view().slice(0, 0, rows));
   trace.positions = positions_;
   trace.query_start_loc = batch_.query_start_loc;
   trace.seq_lens = batch_.seq_lens;

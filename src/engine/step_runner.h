@@ -6,7 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "engine/decode_graphs.h"
 #include "engine/drafts.h"
+#include "engine/host_mirror.h"
 #include "engine/kv_groups.h"
 #include "engine/scheduler.h"
 #include "fovea/engine.h"
@@ -58,6 +60,9 @@ class StepRunner {
     std::vector<std::int64_t> slots;        ///< [max_rows]
     BatchPlan plan;
     AttentionStep operands;
+    // Where ops compute.
+    Tensor slot_rows;   ///< [max_rows]
+    Tensor table_rows;  ///< [max_num_seqs, table_width_], of decode graphs.
   };
   struct LayerCache {
     PagedKvCache rows;            ///< Latent rows, [K | V], or keys that have a format with scales.
@@ -73,15 +78,25 @@ class StepRunner {
   void fill_tables(std::span<const ScheduledRequest> step);
   void make_plans();
   void fill_hidden(const Workload& workload);
-  void attend(std::int64_t layer, std::int64_t rows);
+  /// So many rows; those past the step's are of nobody.
+  void send_rows(std::int64_t rows);
+  void send_lengths(std::int64_t requests);
+  DecodeStep* find_decode_step(std::span<const ScheduledRequest> step);
+  DecodeStep make_decode_step(std::int64_t rows) const;
+  PlanOptions plan_options(const AttentionVariant& variant) const;
+  void finish(Times& times) const;
+  void run_layer(std::int64_t layer, std::int64_t rows, const AttentionStep& step);
+  void prepare(std::int64_t layer, const AttentionStep& step) const;
   void add_output(const DecoderLayer& layer, std::int64_t rows);
   std::size_t group_of(std::int64_t layer) const {
     return group_of_layer_[static_cast<std::size_t>(layer)];
   }
-  LayerTrace trace(std::int64_t layer, const Workload& workload) const;
+  LayerTrace trace(std::int64_t layer, const Workload& workload);
 
   const OpContext& ctx_;
   const Model& model_;
+  HostMirror mirror_;
+  DecodeGraphs graphs_;
   StepLimits limits_;
   std::vector<Group> groups_;
   std::vector<std::size_t> group_of_layer_;  ///< [layers]
@@ -89,9 +104,14 @@ class StepRunner {
   std::int64_t workspace_bytes_ = 0;
   std::int64_t num_steps_ = 0;
 
-  Tensor hidden_;  ///< [max_rows, H] the residual stream, in the model's dtype.
-  Tensor normed_;  ///< [max_rows, H]
-  Tensor output_;  ///< [max_rows, H]
+  // Where ops compute, in the model's dtype.
+  Tensor hidden_;         ///< [max_rows, H] the residual stream.
+  Tensor normed_;         ///< [max_rows, H]
+  Tensor output_;         ///< [max_rows, H]
+  Tensor position_rows_;  ///< [max_rows]
+  Tensor seq_len_rows_;   ///< [max_num_seqs], of decode graphs.
+  // On the host.
+  Tensor embedded_;  ///< [max_rows, H] what hidden_ starts as.
   std::vector<std::int32_t> token_ids_;  ///< [max_rows]
   std::vector<std::int64_t> positions_;  ///< [max_rows]
   std::int64_t table_width_ = 0;

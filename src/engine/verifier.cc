@@ -328,7 +328,7 @@ void Verifier::on_layer(const LayerTrace& trace) {
   std::optional<engine::OracleLayer>& oracle = s.kept[static_cast<std::size_t>(trace.layer)];
   if (!oracle) oracle.emplace(s.model, trace.layer);
   const std::vector<double> input_layernorm =
-      to_doubles(s.model.layer(trace.layer).input_layernorm);
+      to_doubles(s.model.input_layernorm(trace.layer));
   const LayerCheck layer(*oracle, input_layernorm, s.model.config().rms_norm_eps, trace);
 
   // Samples are dealt in turns: neighbours have similar lengths, and so take similar time.

@@ -4,10 +4,10 @@
 
 #include "core/check.h"
 #include "fovea/attention.h"
+#include "layers/attention_layer_state.h"
 #include "layers/attention_weights.h"
 #include "layers/rows.h"
 #include "layers/step.h"
-#include "layers/worst_case.h"
 #include "ops/checks.h"
 #include "ops/quantized_output.h"
 
@@ -33,58 +33,6 @@ void norm(const OpContext& ctx, const TensorView& heads, const TensorView& weigh
 
 }  // namespace
 
-struct AttentionLayer::State {
-  State(const GqaDims& dims, const AttentionWeights& weights,
-        std::shared_ptr<const RotaryEmbedding> rotary, const AttentionOptions& options);
-
-  /// Rows of the fused product, and what o_proj reads.
-  struct Projected {
-    TensorView qkv;  ///< [Ta, q_size + k_size + v_size]
-    TensorView q;    ///< [Ta, N, D] of qkv
-    TensorView k;    ///< [Ta, Hk, D] of qkv
-    TensorView v;    ///< [Ta, Hk, Dv] of qkv
-    TensorView out;  ///< [Ta, N, Dv]
-  };
-
-  void check(const AttentionStep& step, const TensorView& hidden, const GqaCache& cache) const;
-  Projected take(WorkspaceScope& scope, std::int64_t tokens) const;
-  void project(const OpContext& ctx, const TensorView& hidden, const AttentionStep& step,
-               const Projected& projected) const;
-  void prepare_keys(const OpContext& ctx, const AttentionStep& step, const Projected& projected,
-                    bool turn_keys) const;
-  void append(const OpContext& ctx, const AttentionStep& step, const Projected& projected,
-              const GqaCache& cache, bool turn_keys) const;
-  void attend(const OpContext& ctx, const AttentionStep& step, const Projected& projected,
-              const GqaCache& cache) const;
-  /// A checked step up to attention's output, then finish(attended [Ta, N * Dv], actual step).
-  template <class Finish>
-  void run(const OpContext& ctx, const TensorView& hidden, const AttentionStep& step,
-           const GqaCache& cache, Finish&& finish) const;
-
-  std::int64_t decode_bytes(const OpContext& ctx, const DecodeSchedule& schedule,
-                            const AttentionVariant& variant) const;
-  std::int64_t prefill_bytes(const OpContext& ctx, const PrefillSchedule& schedule) const;
-  std::int64_t workspace_bytes(std::int64_t tokens, std::int64_t attention_bytes) const;
-  /// What is appended comes back bit for bit.
-  bool stores_as_is(const GqaCache& cache) const {
-    return cache.k.format().dtype == dtype && cache.v.format().dtype == dtype;
-  }
-  TensorView sinks_view() const { return sinks ? sinks.view() : TensorView{}; }
-
-  GqaDims dims;
-  AttentionOptions options;
-  DType dtype;
-  std::shared_ptr<const RotaryEmbedding> rotary;
-  bool rotates_on_append;  ///< Keys turn on the way into the cache.
-  Linear qkv_proj;         ///< H -> q_size + k_size + v_size
-  Tensor q_norm;           ///< [D] or [q_size]
-  Tensor k_norm;           ///< [D] or [k_size]
-  Tensor sinks;            ///< f32 [N]
-  Linear o_proj;           ///< N * Dv -> H
-  Lora qkv_lora;
-  Lora o_lora;
-};
-
 AttentionLayer::State::State(const GqaDims& dims_, const AttentionWeights& w,
                              std::shared_ptr<const RotaryEmbedding> rotary_,
                              const AttentionOptions& options_)
@@ -105,10 +53,6 @@ AttentionLayer::State::State(const GqaDims& dims_, const AttentionWeights& w,
   FOVEA_CHECK(!rotary || rotary->config().dim <= dims.head_dim, invalid_argument,
               "rotary turns {} channels, but must turn at most head_dim = {}",
               rotary ? rotary->config().dim : 0, dims.head_dim);
-  FOVEA_CHECK(w.lora.empty() || options.memory.device == Device{}, unsupported,
-              "lora has {} adapters, but must be empty for weights on {}: low-rank updates are the "
-              "CPU's",
-              w.lora.size(), to_string(options.memory.device));
   const FusedQkv qkv(dims, w, dtype);
   qkv_proj = make_linear(qkv.weight.projection, qkv.bias, dtype, options.linear, options.memory);
   q_norm = Tensor::copy_of(w.q_norm, options.memory);
@@ -116,8 +60,8 @@ AttentionLayer::State::State(const GqaDims& dims_, const AttentionWeights& w,
   sinks = sinks_in_f32(w.sinks, options.memory);
   o_proj = make_linear(output_projection(w), w.o_bias, dtype, options.linear, options.memory);
   const AttentionLoraUpdates lora(dims, w.lora);
-  qkv_lora = Lora(dims.hidden_size, dims.qkv_size(), dtype, lora.qkv);
-  o_lora = Lora(dims.out_size(), dims.hidden_size, dtype, lora.o);
+  qkv_lora = Lora(dims.hidden_size, dims.qkv_size(), dtype, lora.qkv, options.memory);
+  o_lora = Lora(dims.out_size(), dims.hidden_size, dtype, lora.o, options.memory);
 }
 
 // ---------------------------------------------------------------- checks
@@ -203,7 +147,8 @@ void AttentionLayer::State::attend(const OpContext& ctx, const AttentionStep& st
                            .schedule = &plan.decode,
                            .variant = plan.variant,
                            .sm_scale = dims.sm_scale,
-                           .sinks = sinks_view()});
+                           .sinks = sinks_view(),
+                           .prepared = step.prepared});
   }
   if (actual == decodes) return;
   kv.block_table = requests_from(step.block_table, plan.split.num_decodes, plan.split.num_prefills);
@@ -243,59 +188,6 @@ void AttentionLayer::State::run(const OpContext& ctx, const TensorView& hidden,
   if (actual.slot_mapping) append(ctx, actual, p, cache, on_append);
   attend(ctx, actual, p, cache);
   finish(p.out.fuse(1), actual);
-}
-
-// ---------------------------------------------------------------- workspace
-
-std::int64_t AttentionLayer::State::decode_bytes(const OpContext& ctx,
-                                                 const DecodeSchedule& schedule,
-                                                 const AttentionVariant& variant) const {
-  const std::int64_t N = dims.num_heads, rows = schedule.query_start_loc.back();
-  const PagedKvCache k = format_only({dtype, dims.k_size()}),
-                     v = format_only({dtype, dims.v_size()});
-  return fovea::workspace_bytes(
-      ctx, AttentionDecodeParams{.q = shape_only(dtype, {rows, N, dims.head_dim}),
-                                 .kv = {.k_cache = &k,
-                                        .v_cache = &v,
-                                        .block_table = {},
-                                        .num_kv_heads = dims.num_kv_heads},
-                                 .out = shape_only(dtype, {rows, N, dims.v_head_dim}),
-                                 .lse = {},
-                                 .schedule = &schedule,
-                                 .variant = variant,
-                                 .sm_scale = dims.sm_scale,
-                                 .sinks = sinks_view()});
-}
-
-std::int64_t AttentionLayer::State::prefill_bytes(const OpContext& ctx,
-                                                  const PrefillSchedule& schedule) const {
-  const std::int64_t N = dims.num_heads, rows = schedule.cu_seqlens_q.back();
-  const PagedKvCache k = format_only({dtype, dims.k_size()}),
-                     v = format_only({dtype, dims.v_size()});
-  return fovea::workspace_bytes(
-      ctx, AttentionPrefillParams{.q = shape_only(dtype, {rows, N, dims.head_dim}),
-                                  .k = {},
-                                  .k_pe = {},
-                                  .v = {},
-                                  .out = shape_only(dtype, {rows, N, dims.v_head_dim}),
-                                  .lse = {},
-                                  .schedule = &schedule,
-                                  .variant = {},
-                                  .sm_scale = dims.sm_scale,
-                                  .paged = {.k_cache = &k,
-                                            .v_cache = &v,
-                                            .block_table = {},
-                                            .num_kv_heads = dims.num_kv_heads},
-                                  .sinks = sinks_view()});
-}
-
-std::int64_t AttentionLayer::State::workspace_bytes(std::int64_t tokens,
-                                                    std::int64_t attention_bytes) const {
-  return rounded_bytes(dtype, tokens * dims.qkv_size()) +
-         rounded_bytes(dtype, tokens * dims.out_size()) +
-         std::max({qkv_proj.workspace_bytes(tokens), qkv_lora.workspace_bytes(tokens),
-                   attention_bytes, o_proj.workspace_bytes(tokens),
-                   o_lora.workspace_bytes(tokens)});
 }
 
 // ---------------------------------------------------------------- the layer
@@ -338,31 +230,12 @@ void AttentionLayer::operator()(const OpContext& ctx, const TensorView& hidden,
   check_quantized_output(attended, hidden.shape[0], s.dims.out_size());
   if (step.plan == nullptr) {
     take_worst_case(ctx, workspace_bytes(ctx, step.profile_limits));
-    return quantize_output(ctx, {shape_only(s.dtype, {0, s.dims.out_size()}), attended});
+    return quantize_output(ctx, {no_rows(ctx, s.dtype, s.dims.out_size()), attended});
   }
   check_workspace(ctx, workspace_bytes(ctx, *step.plan));
   s.run(ctx, hidden, step, cache, [&](const TensorView& rows, const AttentionStep&) {
     quantize_output(ctx, {rows, attended});
   });
-}
-
-std::int64_t AttentionLayer::workspace_bytes(const OpContext& ctx, const BatchPlan& plan) const {
-  const std::int64_t decodes = plan.split.num_decode_tokens;
-  std::int64_t attention = decodes > 0 ? state_->decode_bytes(ctx, plan.decode, plan.variant) : 0;
-  if (plan.num_actual_tokens > decodes) {
-    attention = std::max(attention, state_->prefill_bytes(ctx, plan.prefill));
-  }
-  return state_->workspace_bytes(plan.num_actual_tokens, attention);
-}
-
-std::int64_t AttentionLayer::workspace_bytes(const OpContext& ctx,
-                                             const AttentionLimits& limits) const {
-  if (limits.max_tokens == 0) return 0;
-  const DecodeSchedule decode = worst_decode_schedule(limits, ctx.plan_target);
-  const PrefillSchedule prefill = worst_prefill_schedule(limits.max_tokens, limits.max_seq_len,
-                                                         ctx.pool->num_threads(), ctx.plan_target);
-  return state_->workspace_bytes(limits.max_tokens, std::max(state_->decode_bytes(ctx, decode, {}),
-                                                             state_->prefill_bytes(ctx, prefill)));
 }
 
 std::int64_t AttentionLayer::weight_bytes() const {

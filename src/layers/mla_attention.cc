@@ -226,7 +226,8 @@ void MlaAttention::decode(const OpContext& ctx, const Operands& o, const Attenti
                          .variant = step.plan->variant,
                          .sm_scale = dims_.sm_scale,
                          .sinks = sinks(),
-                         .q_scale = 0.f};
+                         .q_scale = 0.f,
+                         .prepared = step.prepared};
   if (!absorbed) {
     const TensorView q = o.q.slice(0, 0, tokens);
     params.q_latent = scope.take(dtype(), {tokens, N, L});

@@ -43,28 +43,51 @@ std::int64_t MlaAttention::chunk_bytes(std::int64_t queries, std::int64_t keys, 
          std::max(kv_b_proj_.workspace_bytes(keys), partial + attention);
 }
 
+MlaDecodeParams MlaAttention::decode_shapes(const DecodeSchedule& schedule,
+                                            const AttentionVariant& variant,
+                                            const PagedKvCache& cache) const {
+  const std::int64_t N = dims_.num_heads, L = dims_.kv_lora_rank, R = dims_.qk_rope_head_dim;
+  const std::int64_t rows = schedule.query_start_loc.back();
+  const DType q_dtype = q_scale_ > 0 ? DType::f8e4m3fn : dtype();
+  // In two steps q_pe is part of q's rows: what declines by strides must see them.
+  const std::int64_t first = absorb_ ? dims_.qk_nope_head_dim : 0;
+  return {.q_latent = shape_only(q_dtype, {rows, N, L}),
+          .q_pe = shape_only(q_dtype, {rows, N, first + R}).slice(2, first, first + R),
+          .cache = &cache,
+          .block_table = {},
+          .out = shape_only(dtype(), {rows, N, L}),
+          .lse = {},
+          .schedule = &schedule,
+          .variant = variant,
+          .sm_scale = dims_.sm_scale,
+          .sinks = sinks(),
+          .q_scale = q_scale_};
+}
+
+void MlaAttention::prepare(const OpContext& ctx, const AttentionStep& step,
+                           const PagedKvCache& cache) const {
+  if (step.plan->split.num_decodes == 0) return;
+  MlaDecodeParams params = decode_shapes(step.plan->decode, step.plan->variant, cache);
+  params.block_table = step.block_table;
+  params.prepared = step.prepared;
+  fovea::prepare(ctx, params);
+}
+
+std::int64_t MlaAttention::prepared_bytes(const OpContext& ctx, const BatchPlan& plan) const {
+  if (plan.split.num_decodes == 0) return 0;
+  const PagedKvCache cache = format_only({dtype(), dims_.latent_dim()});
+  return fovea::workspace_bytes(ctx, decode_shapes(plan.decode, plan.variant, cache));
+}
+
 std::int64_t MlaAttention::decode_bytes(const OpContext& ctx, const DecodeSchedule& schedule,
                                         const AttentionVariant& variant,
                                         std::int64_t tokens) const {
-  const std::int64_t N = dims_.num_heads, L = dims_.kv_lora_rank, R = dims_.qk_rope_head_dim;
-  const std::int64_t rows = schedule.query_start_loc.back();
+  const std::int64_t N = dims_.num_heads, L = dims_.kv_lora_rank;
   const PagedKvCache cache = format_only({dtype(), dims_.latent_dim()});
-  const DType q_dtype = q_scale_ > 0 ? DType::f8e4m3fn : dtype();
   const std::int64_t codes =
       q_scale_ > 0 ? rounded_bytes(DType::f8e4m3fn, tokens * N * dims_.latent_dim()) : 0;
   const std::int64_t attention =
-      codes +
-      fovea::workspace_bytes(ctx, MlaDecodeParams{.q_latent = shape_only(q_dtype, {rows, N, L}),
-                                                  .q_pe = shape_only(q_dtype, {rows, N, R}),
-                                                  .cache = &cache,
-                                                  .block_table = {},
-                                                  .out = shape_only(dtype(), {rows, N, L}),
-                                                  .lse = {},
-                                                  .schedule = &schedule,
-                                                  .variant = variant,
-                                                  .sm_scale = dims_.sm_scale,
-                                                  .sinks = sinks(),
-                                                  .q_scale = q_scale_});
+      codes + fovea::workspace_bytes(ctx, decode_shapes(schedule, variant, cache));
   if (!absorb_) return attention;
   return 2 * rounded_bytes(dtype(), tokens * N * L) +
          std::max({attention, absorb_.workspace_bytes(tokens),
@@ -100,7 +123,7 @@ std::int64_t MlaAttention::workspace_bytes(const OpContext& ctx,
   if (tokens == 0) return 0;
   const DecodeSchedule decode = worst_decode_schedule(limits, ctx.plan_target);
   const std::int64_t decodes = std::min(tokens, limits.max_num_seqs * limits.max_decode_query_len);
-  const PrefillSchedule prefill = worst_prefill_schedule(tokens, std::max(tokens, keys),
+  const PrefillSchedule prefill = worst_prefill_schedule(limits, std::max(tokens, keys),
                                                          ctx.pool->num_threads(), ctx.plan_target);
   const std::int64_t attention =
       attention_bytes(ctx, prefill, prefill.cu_seqlens_q.back(), prefill.cu_seqlens_k.back());

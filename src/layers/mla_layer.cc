@@ -292,12 +292,21 @@ void MlaLayer::operator()(const OpContext& ctx, const TensorView& hidden,
   check_quantized_output(attended, hidden.shape[0], width);
   if (step.plan == nullptr) {
     take_worst_case(ctx, workspace_bytes(ctx, step.profile_limits));
-    return quantize_output(ctx, {shape_only(s.dtype, {0, width}), attended});
+    return quantize_output(ctx, {no_rows(ctx, s.dtype, width), attended});
   }
   check_workspace(ctx, workspace_bytes(ctx, *step.plan));
   s.run(ctx, hidden, step, cache, [&](const State::StepRows&, const State::Projected& p) {
     quantize_output(ctx, {p.out.fuse(1), attended});
   });
+}
+
+void MlaLayer::prepare(const OpContext& ctx, const AttentionStep& step,
+                       const PagedKvCache& cache) const {
+  state_->attention.prepare(ctx, step, cache);
+}
+
+std::int64_t MlaLayer::prepared_bytes(const OpContext& ctx, const BatchPlan& plan) const {
+  return state_->attention.prepared_bytes(ctx, plan);
 }
 
 std::int64_t MlaLayer::workspace_bytes(const OpContext& ctx, const BatchPlan& plan) const {

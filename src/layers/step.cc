@@ -51,6 +51,7 @@ void check_step(const AttentionStep& step, const TensorView& hidden, DType dtype
 
 void check_lora_ids(const AttentionStep& step, std::int64_t tokens, std::int64_t num_adapters) {
   check_shape("lora_ids", step.lora_ids, DType::i32, {tokens});
+  if (step.lora_ids.device != Device{}) return;  // What the host cannot read is not checked.
   for (std::int64_t t = 0; t < step.plan->num_actual_tokens; ++t) {
     const std::int32_t id = *step.lora_ids.ptr<std::int32_t>({t});
     FOVEA_CHECK(id >= -1 && id < num_adapters, invalid_argument,
@@ -64,7 +65,8 @@ BlockTableView requests_from(const BlockTableView& table, std::int64_t first,
   return {.data = table.data + first * table.stride,
           .requests = requests,
           .width = table.width,
-          .stride = table.stride};
+          .stride = table.stride,
+          .device = table.device};
 }
 
 void check_blocks(const char* layer, const BatchPlan& plan, const BlockTableView& table,
@@ -113,8 +115,14 @@ std::int64_t rounded_bytes(DType dtype, std::int64_t count) {
 }
 
 TensorView shape_only(DType dtype, std::initializer_list<std::int64_t> shape) {
-  static std::byte present;
+  alignas(Workspace::kAlignment) static std::byte present;  // As a workspace's views are.
   return TensorView::contiguous(&present, dtype, shape);
+}
+
+TensorView no_rows(const OpContext& ctx, DType dtype, std::int64_t width) {
+  TensorView rows = shape_only(dtype, {0, width});
+  rows.device = ctx.memory.device;
+  return rows;
 }
 
 PagedKvCache format_only(const KvFormat& format) {

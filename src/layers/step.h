@@ -40,6 +40,8 @@ std::int64_t rounded_bytes(DType dtype, std::int64_t count);
 
 /// A view with a shape alone: what ops read to size their scratch.
 TensorView shape_only(DType dtype, std::initializer_list<std::int64_t> shape);
+/// [0, width] where ctx computes.
+TensorView no_rows(const OpContext& ctx, DType dtype, std::int64_t width);
 /// A cache with a format alone.
 PagedKvCache format_only(const KvFormat& format);
 

@@ -38,12 +38,14 @@ DecodeSchedule worst_decode_schedule(const AttentionLimits& limits, const PlanTa
   return schedule;
 }
 
-PrefillSchedule worst_prefill_schedule(std::int64_t max_tokens, std::int64_t max_seq_len,
+PrefillSchedule worst_prefill_schedule(const AttentionLimits& limits, std::int64_t max_seq_len,
                                        int num_threads, const PlanTarget& target) {
-  const auto rows =
-      static_cast<std::int32_t>(std::min<std::int64_t>(max_tokens, target.prefill_query_tile));
-  std::vector<std::int32_t> cu_seqlens_q = {0};
-  for (int i = 0; i < num_threads; ++i) cu_seqlens_q.push_back(cu_seqlens_q.back() + rows);
+  const auto rows = static_cast<std::int32_t>(
+      std::min<std::int64_t>(limits.max_tokens, target.prefill_query_tile));
+  const std::int64_t requests = std::max<std::int64_t>(num_threads, limits.max_num_seqs);
+  // The first request has all rows; what the others' last tiles are short of makes one more each.
+  std::vector<std::int32_t> cu_seqlens_q = {0, static_cast<std::int32_t>(limits.max_tokens) + rows};
+  for (std::int64_t i = 1; i < requests; ++i) cu_seqlens_q.push_back(cu_seqlens_q.back() + rows);
   const std::vector<std::int32_t> cu_seqlens_k(cu_seqlens_q.size(), 0);
   PrefillSchedule schedule =
       schedule_prefill(cu_seqlens_q, cu_seqlens_k, target.prefill_query_tile);

@@ -3,7 +3,7 @@
 #include <cstring>
 #include <utility>
 
-#include "linear/codes_on_device.h"
+#include "linear/product_kernels.h"
 #include "linear/cublaslt_library.h"
 #include "linear/product.h"
 
@@ -14,6 +14,15 @@ using cuda::CublasLt;
 
 /// What NVIDIA asks for on its newest GPUs; older ones need less.
 constexpr std::int64_t kScratchBytes = 32 << 20;
+/// Of the scratch. The documentation asks for 16, the library refuses 64.
+constexpr std::int64_t kScratchAlignment = 256;
+constexpr std::int64_t kTakenBytes = kScratchBytes + kScratchAlignment;
+
+void* take_scratch(WorkspaceScope& scope) {
+  constexpr std::uintptr_t kMask = kScratchAlignment - 1;
+  const auto taken = reinterpret_cast<std::uintptr_t>(scope.take_bytes(kTakenBytes));
+  return reinterpret_cast<void*>((taken + kMask) & ~kMask);
+}
 
 cudaDataType_t cuda_type(DType dtype) {
   return dtype == DType::f16 ? CUDA_R_16F : dtype == DType::bf16 ? CUDA_R_16BF : CUDA_R_32F;
@@ -45,19 +54,23 @@ void check_rows_on_device(const char* name, const TensorView& rows, const Device
 /// library: D = A^T B with A = W[n], [K, M]; B = x[n], [K, T]; D = out[n], [M, T].
 class Matmul {
  public:
-  Matmul(const ProductShape& shape, const MemorySource& memory, const void* bias)
+  Matmul(const ProductShape& shape, const MemorySource& memory)
       : lt_(CublasLt::get()), handle_(lt_.handle(memory.device)), shape_(shape), memory_(memory) {
     lt_.check(lt_.init_desc(&desc_, sizeof desc_, CUBLAS_COMPUTE_32F, CUDA_R_32F),
               "cublasLtMatmulDescInit");
-    set(CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
-    if (bias == nullptr) return;
-    set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
-    set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+    const std::int32_t transposed = CUBLAS_OP_T;
+    lt_.check(lt_.set_desc(&desc_, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed),
+              "cublasLtMatmulDescSetAttribute");
+    if (shape.has_bias) bias_ = Tensor::empty(shape.dtype, {shape.columns}, memory);
   }
 
   const MemorySource& memory() const { return memory_; }
+  std::int64_t bias_bytes() const { return bias_.nbytes(); }
+  void load_bias(const TensorView& bias) const {
+    if (bias_) bias_.assign(bias);
+  }
 
-  /// Scratch of kScratchBytes.
+  /// Scratch of take_scratch().
   void run(const ExecutionContext& ctx, const void* weight, const TensorView& x,
            const TensorView& out, void* scratch) const {
     const std::int64_t K = shape_.depth, M = shape_.columns, T = x.shape[0];
@@ -67,19 +80,16 @@ class Matmul {
     init_layout(b, K, T, T == 1 ? K : x.strides[0], x.strides[1]);
     init_layout(d, M, T, T == 1 ? M : out.strides[0], out.strides[1]);
     const cublasLtMatmulAlgo_t algorithm = choose(a, b, d, weight, x.data, out.data);
-    const float one = 1.f, zero = 0.f;
-    lt_.check(lt_.matmul(handle_, &desc_, &one, weight, &a, x.data, &b, &zero, out.data, &d,
+    // The library's own bias is added to a rounded sum by some algorithms; what the output held is
+    // added before the one rounding by all.
+    if (bias_) cuda::fill_rows(bias_, out.select(1, 0), cuda::stream_of(ctx));
+    const float one = 1.f, beta = bias_ ? 1.f : 0.f;
+    lt_.check(lt_.matmul(handle_, &desc_, &one, weight, &a, x.data, &b, &beta, out.data, &d,
                          out.data, &d, &algorithm, scratch, kScratchBytes, cuda::stream_of(ctx)),
               "cublasLtMatmul");
   }
 
  private:
-  template <class T>
-  void set(cublasLtMatmulDescAttributes_t attribute, T value) {
-    lt_.check(lt_.set_desc(&desc_, attribute, &value, sizeof value),
-              "cublasLtMatmulDescSetAttribute");
-  }
-
   void init_layout(cublasLtMatrixLayoutOpaque_t& layout, std::int64_t rows, std::int64_t columns,
                    std::int64_t stride, std::int64_t head_stride) const {
     lt_.check(lt_.init_layout(&layout, sizeof layout, cuda_type(shape_.dtype),
@@ -127,41 +137,36 @@ class Matmul {
   cublasLtHandle_t handle_;
   ProductShape shape_;
   MemorySource memory_;
+  Tensor bias_;  ///< [M]
   mutable cublasLtMatmulDescOpaque_t desc_;  ///< Calls take it without const, and only read it.
 };
-
-Tensor make_bias(const ProductShape& shape, const MemorySource& memory) {
-  return shape.has_bias ? Tensor::empty(shape.dtype, {shape.columns}, memory) : Tensor();
-}
 
 class CublasLtProduct final : public DenseProduct {
  public:
   CublasLtProduct(const ProductShape& shape, const MemorySource& memory)
       : DenseProduct(shape),
         weight_(Tensor::empty(shape.dtype, {shape.heads, shape.columns, shape.depth}, memory)),
-        bias_(make_bias(shape, memory)),
-        matmul_(shape, memory, bias_.view().data) {}
+        matmul_(shape, memory) {}
 
   std::string_view name() const override { return "cublaslt"; }
   Device device() const override { return matmul_.memory().device; }
-  std::int64_t weight_bytes() const override { return weight_.nbytes() + bias_.nbytes(); }
+  std::int64_t weight_bytes() const override { return weight_.nbytes() + matmul_.bias_bytes(); }
   std::int64_t workspace_bytes(std::int64_t tokens) const override {
-    return tokens == 0 ? 0 : kScratchBytes;
+    return tokens == 0 ? 0 : Workspace::rounded(kTakenBytes);
   }
   void load(const TensorView& weight, const TensorView& bias) override {
     weight_.assign(weight.transpose(1, 2));  // [N, K, M] -> [N, M, K]
-    if (bias_) bias_.assign(bias);
+    matmul_.load_bias(bias);
   }
   void run(const ExecutionContext& ctx, const TensorView& x, const TensorView& out) const override {
     check_rows_on_device("x", x, device());
     check_rows_on_device("out", out, device());
     WorkspaceScope scope(*ctx.workspace);
-    matmul_.run(ctx, weight_.view().data, x, out, scope.take_bytes(kScratchBytes));
+    matmul_.run(ctx, weight_.view().data, x, out, take_scratch(scope));
   }
 
  private:
   Tensor weight_;  ///< [N, M, K]
-  Tensor bias_;    ///< [M]
   Matmul matmul_;
 };
 
@@ -178,21 +183,21 @@ class CublasLtQuantizedProduct final : public QuantizedProduct {
                               {shape.heads, num_groups(shape.columns, groups.out),
                                num_groups(shape.depth, groups.in)},
                               memory)),
-        bias_(make_bias(shape, memory)),
-        matmul_(shape, memory, bias_.view().data) {}
+        matmul_(shape, memory) {}
 
   std::string_view name() const override {
     return shape().is_mxfp4 ? "cublaslt/mxfp4" : "cublaslt/fp8";
   }
   Device device() const override { return matmul_.memory().device; }
   std::int64_t weight_bytes() const override {
-    return codes_.nbytes() + scales_.nbytes() + bias_.nbytes();
+    return codes_.nbytes() + scales_.nbytes() + matmul_.bias_bytes();
   }
   std::int64_t workspace_bytes(std::int64_t tokens) const override {
     if (tokens == 0) return 0;
     const ProductShape& s = shape();
     std::int64_t bytes =
-        kScratchBytes + Workspace::rounded(bytes_of(s.dtype, s.heads * s.columns * s.depth));
+        Workspace::rounded(kTakenBytes) +
+        Workspace::rounded(bytes_of(s.dtype, s.heads * s.columns * s.depth));
     if (s.quantizes_x) bytes += Workspace::rounded(bytes_of(s.dtype, tokens * s.heads * s.depth));
     return bytes;
   }
@@ -205,7 +210,6 @@ class CublasLtQuantizedProduct final : public QuantizedProduct {
   WeightGroups groups_;  ///< Extents: no 0.
   Tensor codes_;         ///< u8 [N, M, K] or, two in a byte, [N, M, K / 2]
   Tensor scales_;        ///< f32 [N, groups of M, groups of K]
-  Tensor bias_;          ///< [M]
   Matmul matmul_;
 };
 
@@ -229,7 +233,7 @@ void CublasLtQuantizedProduct::load(std::span<const QuantizedWeight> heads,
   }
   codes_.assign(codes);
   scales_.assign(scales);
-  if (bias_) bias_.assign(bias);
+  matmul_.load_bias(bias);
 }
 
 void CublasLtQuantizedProduct::run(const ExecutionContext& ctx, const TensorView& x,
@@ -239,7 +243,7 @@ void CublasLtQuantizedProduct::run(const ExecutionContext& ctx, const TensorView
   const ProductShape& s = shape();
   WorkspaceScope scope(*ctx.workspace);
   const TensorView weight = scope.take(s.dtype, {s.heads, s.columns, s.depth});
-  std::byte* scratch = scope.take_bytes(kScratchBytes);
+  void* const scratch = take_scratch(scope);
   const cuda::CurrentDevice current(device());
   cuda::decode_codes(
       {.codes = codes_, .scales = scales_, .groups = groups_, .is_mxfp4 = s.is_mxfp4}, weight,

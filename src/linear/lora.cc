@@ -50,12 +50,13 @@ struct Lora::Scratch {
 };
 
 Lora::Lora(std::int64_t in_features, std::int64_t out_features, DType dtype,
-           std::span<const std::vector<LoraUpdate>> adapters)
+           std::span<const std::vector<LoraUpdate>> adapters, const MemorySource& memory)
     : in_features_(in_features),
       out_features_(out_features),
       dtype_(dtype),
       adapters_(adapters.size()),
-      kernels_(&plain_kernels()) {
+      kernels_(&plain_kernels()),
+      memory_(memory) {
   for (std::size_t a = 0; a < adapters.size(); ++a) {
     Adapter& adapter = adapters_[a];
     std::int64_t tiles = 0;
@@ -77,6 +78,43 @@ Lora::Lora(std::int64_t in_features, std::int64_t out_features, DType dtype,
       load(adapters[a][u], adapter, adapter.updates[u]);
     }
   }
+  send();
+}
+
+/// Brings the panels to the device, again into the same storage.
+void Lora::send() {
+  if (memory_.device == Device{}) return;
+  std::size_t next = 0;
+  const auto send_panels = [&](const Tensor& panels) {
+    if (next == device_panels_.size()) {
+      device_panels_.push_back(Tensor::copy_of(panels, memory_));
+    } else {
+      device_panels_[next].assign(panels);
+    }
+    return device_panels_[next++].ptr<float>();
+  };
+  std::vector<LoraOnDevice::Adapter> adapters;
+  std::vector<LoraOnDevice::Update> updates;
+  for (const Adapter& adapter : adapters_) {
+    adapters.push_back({.a = adapter.rank > 0 ? send_panels(adapter.a) : nullptr,
+                        .rank = adapter.rank,
+                        .first_update = std::ssize(updates),
+                        .num_updates = std::ssize(adapter.updates)});
+    for (const Update& update : adapter.updates) {
+      updates.push_back({.b = send_panels(update.b),
+                         .first_column = update.first_column,
+                         .columns = update.columns,
+                         .first_rank = update.first_rank,
+                         .rank = update.rank});
+    }
+  }
+  const auto send_table = [&](const auto& table) {
+    const auto bytes = static_cast<std::int64_t>(std::as_bytes(std::span(table)).size());
+    return Tensor::copy_of(
+        TensorView::of(reinterpret_cast<const std::uint8_t*>(table.data()), {bytes}), memory_);
+  };
+  device_adapters_ = send_table(adapters);
+  device_updates_ = send_table(updates);
 }
 
 void Lora::check(std::size_t adapter, const LoraUpdate& update) const {
@@ -118,6 +156,7 @@ void Lora::reload(std::span<const std::vector<LoraUpdate>> adapters) {
       load(adapters[a][u], adapters_[a], adapters_[a].updates[u]);
     }
   }
+  send();
 }
 
 std::int64_t Lora::weight_bytes() const {
@@ -142,7 +181,7 @@ Lora::Scratch Lora::take(WorkspaceScope& scope, std::int64_t tokens) const {
 }
 
 std::int64_t Lora::workspace_bytes(std::int64_t tokens) const {
-  if (max_rank_ == 0 || tokens == 0) return 0;
+  if (max_rank_ == 0 || tokens == 0 || memory_.device != Device{}) return 0;
   const std::int64_t row_bytes = in_features_ * std::int64_t{sizeof(float)};
   const std::int64_t rows = scratch_rows(row_bytes, tokens);
   const auto bytes = [](std::int64_t count, std::size_t element) {
@@ -249,6 +288,14 @@ void Lora::operator()(const ExecutionContext& ctx, const TensorView& x, const Te
   const std::int64_t tokens = x.shape[0];
   if (max_rank_ == 0 || tokens == 0) return;
   const KernelTimer timer;
+  if (memory_.device != Device{}) {
+    const LoraOnDevice on_device{
+        .adapters = static_cast<const LoraOnDevice::Adapter*>(device_adapters_.view().data),
+        .updates = static_cast<const LoraOnDevice::Update*>(device_updates_.view().data),
+        .num_adapters = num_adapters(),
+        .max_rank = max_rank_};
+    return add_low_rank(ctx, on_device, x, ids, out);
+  }
   WorkspaceScope scope(*ctx.workspace);
   Scratch scratch = take(scope, tokens);
   sort(ids, scratch);

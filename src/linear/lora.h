@@ -18,6 +18,30 @@ struct LoraUpdate {
   std::int64_t columns = 0;
 };
 
+/// Adapters in a GPU's memory, as its kernel reads them.
+struct LoraOnDevice {
+  struct Update {
+    const float* b;
+    std::int64_t first_column;
+    std::int64_t columns;
+    std::int64_t first_rank;
+    std::int64_t rank;
+  };
+  struct Adapter {
+    const float* a;
+    std::int64_t rank;
+    std::int64_t first_update;
+    std::int64_t num_updates;
+  };
+  const Adapter* adapters = nullptr;
+  const Update* updates = nullptr;
+  std::int64_t num_adapters = 0;
+  std::int64_t max_rank = 0;
+};
+/// Ids that are no adapter's change nothing.
+void add_low_rank(const ExecutionContext& ctx, const LoraOnDevice& lora, const TensorView& x,
+                  const TensorView& ids, const TensorView& out);
+
 /// out[t] += scale * B (A x[t]) of the adapter that row t has. Sums are f32, and so are the
 /// weights: beside those of the projection they are few. Immutable but for `reload`.
 class Lora {
@@ -26,7 +50,7 @@ class Lora {
   /// `adapters[a]`: the updates of adapter a, of any ranks, their columns apart. Rows of the
   /// projection are of `dtype`. Throws Error(invalid_argument) that names adapter and update.
   Lora(std::int64_t in_features, std::int64_t out_features, DType dtype,
-       std::span<const std::vector<LoraUpdate>> adapters);
+       std::span<const std::vector<LoraUpdate>> adapters, const MemorySource& memory = {});
 
   /// Whether any adapter has an update.
   explicit operator bool() const { return max_rank_ > 0; }
@@ -64,6 +88,7 @@ class Lora {
   struct Scratch;
 
   void check(std::size_t adapter, const LoraUpdate& update) const;
+  void send();
   void load(const LoraUpdate& source, Adapter& adapter, const Update& update) const;
   Scratch take(WorkspaceScope& scope, std::int64_t tokens) const;
   void sort(const TensorView& ids, const Scratch& scratch) const;
@@ -79,6 +104,11 @@ class Lora {
   std::int64_t max_tiles_ = 0;  ///< Of columns, of an adapter.
   std::vector<Adapter> adapters_;
   const PlainKernels* kernels_ = nullptr;
+  // On a GPU, beside what is above.
+  MemorySource memory_;
+  std::vector<Tensor> device_panels_;
+  Tensor device_adapters_;
+  Tensor device_updates_;
 };
 
 }  // namespace fovea

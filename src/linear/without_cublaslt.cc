@@ -1,5 +1,6 @@
 // Stands in for cublaslt.cc in builds without CUDA or without cuBLASLt's header.
 #include "core/check.h"
+#include "linear/lora.h"
 #include "linear/product.h"
 
 namespace fovea {
@@ -20,6 +21,11 @@ std::unique_ptr<DenseProduct> make_cublaslt_product(const ProductShape&, const M
 std::unique_ptr<QuantizedProduct> make_cublaslt_quantized_product(const ProductShape&,
                                                                   const WeightGroups&,
                                                                   const MemorySource&) {
+  refuse();
+}
+
+void add_low_rank(const ExecutionContext&, const LoraOnDevice&, const TensorView&,
+                  const TensorView&, const TensorView&) {
   refuse();
 }
 

@@ -204,6 +204,10 @@ const AttentionWeights& Model::gqa_weights(std::int64_t index) const {
   return state_->tensors(index, false).gqa;
 }
 
+const TensorView& Model::input_layernorm(std::int64_t index) const {
+  return state_->tensors(index, state_->config.is_mla()).input_layernorm;
+}
+
 KvScalePair Model::kv_scales(std::int64_t index) const {
   return state_->tensors(index, state_->config.is_mla()).kv_scales;
 }

@@ -52,11 +52,18 @@ std::int64_t workspace_bytes(const OpContext& ctx, const AttentionDecodeParams& 
   return scratch_bytes(ctx, select(ctx, kAttentionDecode, params), params);
 }
 
+void prepare(const OpContext& ctx, const AttentionDecodeParams& params) {
+  validate_shapes(params);
+  check_table_device(ctx, kName, params.kv.block_table);
+  prepare_with(ctx, kAttentionDecode, params);
+}
+
 void attention_decode(const OpContext& ctx, const AttentionDecodeParams& params) {
   check_devices(ctx, kName,
                 {{"q", params.q}, {"out", params.out}, {"lse", params.lse}, {"sinks", params.sinks},
                  {"k_cache", params.kv.k_cache}, {"v_cache", params.kv.v_cache}});
   validate_shapes(params);
+  check_table_device(ctx, kName, params.kv.block_table);
   validate_data(params);
   const auto& implementation = select_with_scratch(ctx, kAttentionDecode, params);
   if (params.schedule->query_start_loc.back() > 0) run(ctx, implementation, params);

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <span>
 
 #include "fovea/ops.h"
@@ -19,11 +21,21 @@ struct Implementation {
   std::int64_t (*workspace_bytes)(const OpContext&, const Params&);
   /// Neither allocates nor throws, except for a workspace that is too small, before it writes.
   void (*run)(const OpContext&, const Params&);
+  /// Fills `scratch`, as large as workspace_bytes() says and aligned alike, with what run() needs
+  /// of the schedule; run() then takes it from params.prepared. Null: nothing is prepared, nor are
+  /// lengths in device memory taken.
+  void (*prepare)(const OpContext&, const Params&, std::byte* scratch) = nullptr;
 };
 
 /// Rows [num_actual, T) of out [T, N, D] become zeros and those of lse [N, T] (optional) -inf.
 void write_padding_rows_on_host(const OpContext& ctx, std::int64_t num_actual,
                                 const TensorView& out, const TensorView& lse);
+
+/// Work that a device keeps, see DeviceGraph.
+struct KeptWork {
+  std::shared_ptr<void> executable;
+  std::int64_t num_nodes = 0;
+};
 
 /// Implementations of each op in order of preference; an op may have none.
 ///
@@ -33,6 +45,7 @@ void write_padding_rows_on_host(const OpContext& ctx, std::int64_t num_actual,
 struct Backend {
   const char* name;
   std::span<const Implementation<RmsNormParams>> rms_norm;
+  std::span<const Implementation<AddResidualParams>> add_residual;
   std::span<const Implementation<RopeParams>> rope;
   std::span<const Implementation<KvAppendParams>> kv_append;
   std::span<const Implementation<GqaAppendParams>> gqa_append;
@@ -45,6 +58,9 @@ struct Backend {
   std::span<const Implementation<QuantizeOutputParams>> quantize_output;
   void (*write_padding_rows)(const OpContext&, std::int64_t num_actual, const TensorView& out,
                              const TensorView& lse) = write_padding_rows_on_host;
+  /// What `queue` puts on ctx.stream. Null, as launch: work is done when a call returns.
+  KeptWork (*capture)(const OpContext& ctx, const std::function<void()>& queue) = nullptr;
+  void (*launch)(const OpContext& ctx, const KeptWork& work) = nullptr;
   /// Whether the device can address host memory. Null: its device is the host.
   bool (*addresses_host_memory)(const void* memory) = nullptr;
 };

@@ -217,7 +217,11 @@ void check_slots(const char* op, const TensorView& slot_mapping, std::int64_t nu
   }
 }
 
-void check_block_table(const char* op, const BlockTableView& table, std::int64_t requests) {
+void check_block_table(const char* op, const BlockTableView& table, std::int64_t requests,
+                       bool on_device) {
+  FOVEA_CHECK(on_device == (table.device != Device{}), invalid_argument,
+              "{}: block_table is on {}; it must be on {}", op, to_string(table.device),
+              on_device ? "a GPU, as device_seq_lens are" : "the CPU");
   FOVEA_CHECK(table.requests >= requests, invalid_argument,
               "{}: block_table has {} rows; it needs one for each of {} requests", op,
               table.requests, requests);
@@ -238,6 +242,7 @@ void check_block_row(const char* op, const BlockTableView& table, const PagedKvC
   FOVEA_CHECK(last < table.width, invalid_argument,
               "{}: block_table has {} columns; request {} with {} keys in blocks of {} needs {}",
               op, table.width, request, num_keys, block_size, last + 1);
+  if (table.device != Device{}) return;  // What the host cannot read is not checked.
   const std::int32_t* blocks = table.data + request * table.stride;
   for (std::int64_t b = first_key / block_size; b <= last; ++b) {
     FOVEA_CHECK(blocks[b] >= 0 && blocks[b] < cache.num_blocks(), invalid_argument,

@@ -90,7 +90,9 @@ void check_slots(const char* op, const TensorView& slot_mapping, std::int64_t nu
 void check_block_row(const char* op, const BlockTableView& table, const PagedKvCache& cache,
                      std::int64_t request, std::int64_t first_key, std::int64_t num_keys);
 /// The table has `requests` rows and memory behind them.
-void check_block_table(const char* op, const BlockTableView& table, std::int64_t requests);
+/// `on_device`: it must be in a GPU's memory, else on the host.
+void check_block_table(const char* op, const BlockTableView& table, std::int64_t requests,
+                       bool on_device = false);
 
 /// `offsets` is [0, ..., last], does not decrease and ends at `limit` or before it.
 void check_offsets(const Argument& argument, std::span<const std::int32_t> offsets,

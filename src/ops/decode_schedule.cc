@@ -100,10 +100,16 @@ void check_decode_schedule(const char* op, const DecodeSchedule* schedule,
   check_items(op, s, variant);
 }
 
+void check_table_device(const OpContext& ctx, const char* op, const BlockTableView& table) {
+  FOVEA_CHECK(table.device == Device{} || table.device == ctx.memory.device, unsupported,
+              "{}: block_table is on {}; this context computes on {}", op, to_string(table.device),
+              to_string(ctx.memory.device));
+}
+
 void check_decode_blocks(const char* op, const DecodeSchedule& schedule,
                          const AttentionVariant& variant, const BlockTableView& table,
                          const PagedKvCache& cache) {
-  check_block_table(op, table, std::ssize(schedule.seq_lens));
+  check_block_table(op, table, std::ssize(schedule.seq_lens), schedule.device_seq_lens != nullptr);
   for (std::size_t r = 0; r < schedule.seq_lens.size(); ++r) {
     const auto request = static_cast<std::int32_t>(r);
     const SequenceExtent extent = extent_of(schedule, request);

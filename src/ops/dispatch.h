@@ -17,6 +17,7 @@ struct Op {
 };
 
 inline constexpr Op<RmsNormParams> kRmsNorm{"rms_norm", &Backend::rms_norm};
+inline constexpr Op<AddResidualParams> kAddResidual{"add_residual", &Backend::add_residual};
 inline constexpr Op<RopeParams> kRope{"rope", &Backend::rope};
 inline constexpr Op<KvAppendParams> kKvAppend{"kv_append", &Backend::kv_append};
 inline constexpr Op<GqaAppendParams> kGqaAppend{"gqa_append", &Backend::gqa_append};
@@ -33,6 +34,10 @@ inline constexpr Op<QuantizeOutputParams> kQuantizeOutput{"quantize_output",
 
 template <class Params>
 const char* why_declined(const Implementation<Params>& implementation, const Params& params) {
+  if constexpr (requires { params.schedule->device_seq_lens; }) {
+    const bool on_device = params.schedule->device_seq_lens != nullptr;
+    if (on_device && !implementation.prepare) return "lengths in device memory are not taken";
+  }
   return implementation.declines ? implementation.declines(params) : nullptr;
 }
 
@@ -68,10 +73,35 @@ inline void write_padding_rows(const OpContext& ctx, std::int64_t num_actual, co
   }
 }
 
+/// Whether run() finds its scratch in params.prepared.
+template <class Params>
+bool is_prepared(const Implementation<Params>& implementation, const Params& params) {
+  if constexpr (requires { params.prepared; }) {
+    return implementation.prepare != nullptr && params.prepared;
+  } else {
+    return false;
+  }
+}
+
 template <class Params>
 std::int64_t scratch_bytes(const OpContext& ctx, const Implementation<Params>& implementation,
                            const Params& params) {
   return implementation.workspace_bytes ? implementation.workspace_bytes(ctx, params) : 0;
+}
+
+/// Fills params.prepared, which is `op`'s scratch.
+template <class Params>
+void prepare_with(const OpContext& ctx, const Op<Params>& op, const Params& params) {
+  const Implementation<Params>& implementation = select(ctx, op, params);
+  if (implementation.prepare == nullptr) return;
+  const std::int64_t needed = scratch_bytes(ctx, implementation, params);
+  FOVEA_CHECK(params.prepared && params.prepared.dtype == DType::u8 && params.prepared.ndim == 1 &&
+                  params.prepared.is_contiguous() && params.prepared.shape[0] >= needed &&
+                  params.prepared.device == ctx.memory.device,
+              invalid_argument, "{}: prepared is {} on {}; it must be u8[{}] on {}", op.name,
+              to_string(params.prepared), to_string(params.prepared.device), needed,
+              to_string(ctx.memory.device));
+  implementation.prepare(ctx, params, static_cast<std::byte*>(params.prepared.data));
 }
 
 /// Selects, and makes sure before anything is written that its scratch fits.
@@ -79,6 +109,7 @@ template <class Params>
 const Implementation<Params>& select_with_scratch(const OpContext& ctx, const Op<Params>& op,
                                                   const Params& params) {
   const Implementation<Params>& implementation = select(ctx, op, params);
+  if (is_prepared(implementation, params)) return implementation;
   const std::int64_t needed = scratch_bytes(ctx, implementation, params);
   if (needed == 0) return implementation;
   const std::int64_t free = ctx.workspace ? ctx.workspace->capacity() - ctx.workspace->used() : 0;

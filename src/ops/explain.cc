@@ -61,6 +61,8 @@ std::vector<ImplementationChoice> explain_implementations(const OpContext& ctx, 
 
   std::vector<ImplementationChoice> choices;
   explain(ctx, kRmsNorm, {x, weight, x}, choices);
+  const Tensor y = make({kTokens, kLatent});
+  explain(ctx, kAddResidual, {x, y, 1.f}, choices);
   explain(ctx, kRope, {q_pe, {index, cos_sin, RopePairing::interleaved, {}}}, choices);
   explain(ctx, kKvAppend, {x, k_pe, index, &cache}, choices);
   explain(ctx, kGqaAppend, {keys, values, index, &k_cache, &v_cache, {}}, choices);

@@ -73,11 +73,18 @@ std::int64_t workspace_bytes(const OpContext& ctx, const MlaDecodeParams& params
   return scratch_bytes(ctx, select(ctx, kMlaDecode, params), params);
 }
 
+void prepare(const OpContext& ctx, const MlaDecodeParams& params) {
+  validate_shapes(params);
+  check_table_device(ctx, kName, params.block_table);
+  prepare_with(ctx, kMlaDecode, params);
+}
+
 void mla_decode(const OpContext& ctx, const MlaDecodeParams& params) {
   check_devices(ctx, kName,
                 {{"q_latent", params.q_latent}, {"q_pe", params.q_pe}, {"cache", params.cache},
                  {"out", params.out}, {"lse", params.lse}, {"sinks", params.sinks}});
   validate_shapes(params);
+  check_table_device(ctx, kName, params.block_table);
   validate_data(params);
   const auto& implementation = select_with_scratch(ctx, kMlaDecode, params);
   if (params.schedule->query_start_loc.back() > 0) run(ctx, implementation, params);

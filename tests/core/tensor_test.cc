@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <string>
 #include <utility>
@@ -235,6 +237,64 @@ TEST(CopyTest, WhatDoesNotFitIsRefusedBeforeAnythingIsWritten) {
   on_gpu.shape = src.view().shape;
   on_gpu.device = {Device::Type::cuda, 0};
   EXPECT_THROW(copy(src, on_gpu), Error);
+}
+
+/// A device whose memory is the host's, so that a test can look at it.
+struct FakeDevice {
+  static inline int allocated = 0, copied = 0;
+  static MemorySource memory() {
+    return {.device = {Device::Type::cuda, 3},
+            .allocate =
+                [](Device, std::int64_t bytes) {
+                  ++allocated;
+                  return static_cast<std::byte*>(std::malloc(static_cast<std::size_t>(bytes)));
+                },
+            .free =
+                [](Device device, std::byte* memory) {
+                  EXPECT_EQ(device.index, 3);
+                  --allocated;
+                  std::free(memory);
+                },
+            .copy =
+                [](Device, void* to, const void* from, std::int64_t bytes, void*) {
+                  ++copied;
+                  std::memcpy(to, from, static_cast<std::size_t>(bytes));
+                }};
+  }
+};
+
+/// What a tensor of the device holds.
+Doubles held(const Tensor& tensor) {
+  TensorView view = tensor;
+  view.device = {};
+  return to_doubles(view);
+}
+
+TEST(DeviceTensorTest, ComesFromItsSourceAndGoesBackToIt) {
+  {
+    Tensor tensor = Tensor::empty(DType::f32, {2, 3}, FakeDevice::memory());
+    EXPECT_EQ(tensor.view().device, (Device{Device::Type::cuda, 3}));
+    EXPECT_EQ(FakeDevice::allocated, 1);
+    const Tensor moved = std::move(tensor);
+    tensor = Tensor::empty(DType::i8, {0}, FakeDevice::memory());
+    EXPECT_EQ(FakeDevice::allocated, 2);
+  }
+  EXPECT_EQ(FakeDevice::allocated, 0);
+}
+
+TEST(DeviceTensorTest, TakesValuesOfAnyStridesAndComputeDtype) {
+  const Tensor src = iota(DType::f32, {2, 3});
+  const Tensor same = Tensor::copy_of(src, FakeDevice::memory());
+  EXPECT_EQ(held(same), count_up(6));
+  const Tensor turned = Tensor::copy_of(src.view().transpose(0, 1), FakeDevice::memory());
+  EXPECT_EQ(held(turned), (Doubles{0, 3, 1, 4, 2, 5}));
+  const Tensor narrow = Tensor::empty(DType::bf16, {2, 3}, FakeDevice::memory());
+  FakeDevice::copied = 0;
+  narrow.assign(src);
+  EXPECT_EQ(held(narrow), count_up(6));
+  EXPECT_EQ(FakeDevice::copied, 1);
+  EXPECT_THROW(narrow.assign(src.view().transpose(0, 1)), Error);
+  EXPECT_FALSE(Tensor::copy_of({}, FakeDevice::memory()));
 }
 
 }  // namespace

@@ -308,7 +308,9 @@ class StreamReader : public StepObserver {
     const auto* output = static_cast<const float*>(trace.output.data);
     for (std::size_t i = 0; i < expected_.size(); ++i) {
       ASSERT_FLOAT_EQ(input[i], expected_[i]) << "layer " << trace.layer << ", element " << i;
-      expected_[i] += model_.config().residual_scale * output[i];
+      const auto scale = static_cast<double>(model_.config().residual_scale);
+      expected_[i] =
+          static_cast<float>(static_cast<double>(expected_[i]) + scale * double{output[i]});
     }
     layers_seen = std::max(layers_seen, trace.layer + 1);
   }

@@ -120,7 +120,7 @@ class AttentionRefusal : public testing::Test {
     world_.run({{0, 30}});
     step_ = world_.prepare({{0, 1}, {1, 4}});
     step_.step.plan = &step_.plan;
-    workspace_.reserve(1 << 20);
+    workspace_.reserve(64 << 20);
   }
   void expect_refused(const std::string& part, const GqaCache& cache,
                       ErrorCode code = ErrorCode::invalid_argument) {

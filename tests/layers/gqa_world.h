@@ -60,7 +60,7 @@ class GqaWorld {
         layer_(dims_, weights_.views(), make_rotary(options),
                {.qk_norm = options.shape.qk_norm,
                 .rope_fusion = options.rope_fusion,
-                .linear = options.linear,
+                .linear = linear_for(context(), options.linear),
                 .dtype = options.dtype,
                 .memory = context().memory}),
         sequences_(std::move(lengths), {.dtype = options.dtype,

@@ -73,7 +73,7 @@ class World {
         runtime_({.backend = options.backend, .num_threads = options.threads}),
         layer_(dims_of(options), weights_.views(), rotary_,
                {.absorption = options.absorption,
-                .linear = options.linear,
+                .linear = linear_for(context(), options.linear),
                 .requantize_absorbed = options.requantize_absorbed,
                 .q_scale = options.q_scale,
                 .absorbed_products = options.absorbed_products,

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "fovea/attention_step.h"
+#include "fovea/linear.h"
 #include "fovea/plan.h"
 #include "support/compare.h"
 
@@ -197,6 +198,13 @@ inline TensorView stored_row(const PagedKvCache& cache, std::int64_t slot) {
                                 {cache.format().row_elements});
 }
 
+inline bool computes_on_host(const OpContext& ctx) { return ctx.memory.device == Device{}; }
+
+/// Products of a CPU can be chosen; those of a GPU are what they are.
+inline LinearBackend linear_for(const OpContext& ctx, LinearBackend asked) {
+  return computes_on_host(ctx) ? asked : LinearBackend::automatic;
+}
+
 /// A cache in `memory`, which it sets: all NaN, with gaps between blocks and before the first.
 inline PagedKvCache make_cache(const KvFormat& format, std::int64_t num_blocks,
                                std::int64_t block_size, Tensor& memory) {
@@ -220,7 +228,7 @@ void run_step(const Layer& layer, OpContext ctx, StepOperands& s, const Cache& c
   poison(workspace);
   ctx.workspace = &workspace;
   layer(ctx, *s.hidden, *s.out, s.step, cache);
-  if (ctx.memory.device == Device{}) {
+  if (computes_on_host(ctx)) {
     EXPECT_EQ(workspace.peak(), bytes);
   } else {
     EXPECT_LE(workspace.peak(), bytes);  // A GPU's images of block tables depend on the block size.

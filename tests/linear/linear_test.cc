@@ -99,6 +99,24 @@ TEST_F(LinearTest, ErrorsNameTheOperand) {
   EXPECT_TRUE(test::still_poisoned(out.view().data, out.nbytes()));
 }
 
+TEST_F(LinearTest, WeightsAreWhereTheContextComputes) {
+  const Tensor x = Tensor::zeros(DType::f32, {2, 2}), out = Tensor::zeros(DType::f32, {2, 2});
+  const Linear linear(Tensor::zeros(DType::f32, {2, 2}), {});
+  ExecutionContext elsewhere = ctx_;
+  elsewhere.memory.device = {Device::Type::cuda, 1};
+  EXPECT_EQ(error_of([&] { linear(elsewhere, x, out); }),
+            "weights are on the CPU, but ctx computes on CUDA device 1: make them with its memory");
+  TensorView moved = x;
+  moved.device = {Device::Type::cuda, 1};
+  EXPECT_EQ(error_of([&] { linear(ctx_, moved, out); }),
+            "x is on CUDA device 1, but must be on the CPU, as weights are");
+  EXPECT_EQ(error_of([&] {
+              Linear(Tensor::zeros(DType::f32, {2, 2}), {}, LinearBackend::plain,
+                     elsewhere.memory);
+            }),
+            "linear backend is plain, but must be automatic for weights on CUDA device 1");
+}
+
 TEST_F(LinearTest, ReloadKeepsTheShape) {
   Linear linear(Tensor::zeros(DType::f32, {3, 2}), {});
   linear.reload(test::tensor_from(DType::f32, {3, 2}, std::vector<double>{1, 0, 2, 0, 3, 0}), {});

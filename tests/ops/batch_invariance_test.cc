@@ -26,14 +26,15 @@ enum class OpUnderTest { mla_decode, attention_decode, attention_prefill };
 // One split and several, window borders within and at splits; no multiple of any tile.
 constexpr std::int32_t kLens[] = {7, 33, 1023, 1027, 2100};
 constexpr std::int32_t kTail = 4;  ///< Query tokens at the end of each sequence.
-constexpr std::int64_t kBlockSize = 16, kLatent = 32, kRope = 8, kDim = 40;
+constexpr std::int64_t kBlockSize = 16, kDim = 40;
 
 class BatchInvariance : public BackendTest {
  protected:
   void SetUp() override {
-    if (runtime().backend() == "cuda") GTEST_SKIP() << "refused there";
+    // What the kernels of compute capability 9.0 take, for the negative control.
+    if (backend() == "cuda") latent_width_ = 512, rope_width_ = 64;
     for (std::int32_t len : kLens) owned_.push_back({0, len});
-    latent_ = make_cache(kLatent + kRope, 1);
+    latent_ = make_cache(latent_width_ + rope_width_, 1);
     keys_ = make_cache(kKvHeads * kDim, 2);
     values_ = make_cache(kKvHeads * kDim, 2);
   }
@@ -63,8 +64,9 @@ class BatchInvariance : public BackendTest {
     const std::vector<std::int32_t> starts = offsets_of(query_lens);
     const std::int64_t tokens = starts.back();
     const bool is_mla = op == OpUnderTest::mla_decode;
-    const std::int64_t width = is_mla ? kLatent : kDim;
-    const Tensor q = Tensor::empty(dtype(), {tokens, kHeads, kLatent + kRope});
+    const std::int64_t width = is_mla ? latent_width_ : kDim;
+    const std::int64_t q_width = is_mla ? latent_width_ + rope_width_ : kDim;
+    const Tensor q = Tensor::empty(dtype(), {tokens, kHeads, q_width});
     const Tensor out = Tensor::empty(dtype(), {tokens, kHeads, width});
     const Tensor lse = Tensor::empty(DType::f32, {kHeads, tokens});
     const Tensor sinks = Tensor::empty(DType::f32, {kHeads});
@@ -96,8 +98,8 @@ class BatchInvariance : public BackendTest {
     switch (op) {
       case OpUnderTest::mla_decode: {
         auto params = fill(MlaDecodeParams{});
-        params.q_latent = q.view().slice(2, 0, kLatent);
-        params.q_pe = q.view().slice(2, kLatent, kLatent + kRope);
+        params.q_latent = q.view().slice(2, 0, latent_width_);
+        params.q_pe = q.view().slice(2, latent_width_, q_width);
         params.cache = &latent_->cache();
         params.block_table = table;
         mla_decode_once(ctx, params, starts, seq_lens);
@@ -166,6 +168,7 @@ class BatchInvariance : public BackendTest {
   }
 
   static constexpr std::int64_t kHeads = 6, kKvHeads = 3;
+  std::int64_t latent_width_ = 32, rope_width_ = 8;
   std::vector<OwnedKeys> owned_;
   std::unique_ptr<PagedRows> latent_, keys_, values_;
 };
@@ -200,7 +203,9 @@ TEST_P(BatchInvariance, BitsOfARowDependOnItsOwnInputsAlone) {
 
 TEST_P(BatchInvariance, WithoutItSplitsFollowTheBatch) {
   // The negative control: a test that compares nothing would pass here as well.
-  if (backend() == "reference") GTEST_SKIP() << "sums in double round to the same f32 here";
+  const bool rounds = backend() != "reference" && backend() != "cuda_plain" &&
+                      !(backend() == "cuda" && dtype() == DType::f32);
+  if (!rounds) GTEST_SKIP() << "sums in double round to the same f32 here";
   const Runtime plain(options(5, false));
   const Bits expected = alone(OpUnderTest::mla_decode, plain, {});
   const Bits got = run(OpUnderTest::mla_decode, plain, tails({0, 1, 2, 3, 4}, true), {});

@@ -6,6 +6,30 @@
 namespace fovea::test {
 namespace {
 
+class AddResidual : public BackendTest {};
+FOVEA_FOR_EACH_BACKEND(AddResidual);
+
+TEST_P(AddResidual, MatchesFloat64) {
+  for (std::int64_t width : {1, 64, 100, 1536}) {
+    for (std::int64_t tokens : {0, 1, 33}) {
+      const PaddedTensor x(dtype(), {tokens, width}, 9), y(dtype(), {tokens, width});
+      fill_normal(x, 1, 3);
+      fill_normal(y, 2);
+      const std::vector<double> before = to_doubles(x), added = to_doubles(y);
+      for (float scale : {1.f, -0.3f}) {
+        std::vector<double> expected = before;
+        for (std::size_t i = 0; i < expected.size(); ++i) {
+          expected[i] += static_cast<double>(scale) * added[i];
+        }
+        assign(x, before);
+        add_residual(ctx(), {x, y, scale});
+        EXPECT_TRUE(values_close(expected, x, 1e-6, unit_roundoff(dtype()) + 0x1p-22));
+        EXPECT_TRUE(x.padding_untouched());
+      }
+    }
+  }
+}
+
 class RmsNorm : public BackendTest {};
 FOVEA_FOR_EACH_BACKEND(RmsNorm);
 

@@ -56,6 +56,26 @@ TEST_F(RowValidation, RmsNorm) {
   }
 }
 
+TEST_F(RowValidation, AddResidual) {
+  const PaddedTensor x(DType::f16, {3, 8});
+  const Tensor y = Tensor::zeros(DType::f16, {3, 8});
+  const Bad<AddResidualParams> cases[] = {
+      {[](auto& p) { p.x = {}; }, {"x is absent", "[T, D]"}},
+      {[](auto& p) { p.x.dtype = DType::i64; }, {"x is i64"}},
+      {[](auto& p) { p.y = p.y.slice(0, 0, 2); }, {"y", "[2, 8]", "T = 3"}},
+      {[](auto& p) { p.y.dtype = DType::bf16; }, {"y", "bf16[3, 8]", "must be f16"}},
+      {[](auto& p) { p.scale = std::numeric_limits<float>::infinity(); }, {"scale is inf"}},
+      {[](auto& p) { p.y = p.x; }, {"x", "shares memory with y"}},
+  };
+  for (const auto& [spoil, parts] : cases) {
+    SCOPED_TRACE(parts.front());
+    AddResidualParams params{x, y, 1.f};
+    spoil(params);
+    expect_error(kInvalid, parts, [&] { add_residual(ctx(), params); });
+    EXPECT_TRUE(all_nan(x));
+  }
+}
+
 TEST_F(RowValidation, Rope) {
   const PaddedTensor x(DType::f32, {2, 3, 8});
   const Tensor table = Tensor::zeros(DType::f32, {10, 8});

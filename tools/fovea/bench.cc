@@ -9,6 +9,7 @@
 #include <iterator>
 #include <memory>
 
+#include "bench.h"
 #include "cases/problem.h"
 #include "cases/suites.h"
 #include "commands.h"
@@ -21,17 +22,51 @@
 namespace fovea::cli {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+std::string read_suite(const std::string& name) {
+  for (const cases::Suite& suite : cases::kSuites) {
+    if (suite.name == name) return std::string(suite.text);
+  }
+  std::error_code error;
+  std::ifstream file(name);
+  if (!file || std::filesystem::is_directory(name, error)) {
+    std::vector<std::string_view> names;
+    for (const cases::Suite& suite : cases::kSuites) names.push_back(suite.name);
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("--suite: was '{}', must be one of {} or a file of cases", name,
+                            fmt::join(names, ", ")));
+  }
+  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
 
-struct BenchArgs {
-  std::vector<std::string> suites;
-  std::vector<std::string> case_lines;
-  std::int64_t rounds = 9;
-  double seconds_per_case = 0.05;
-  std::int64_t required_percent = 0;
-  std::string json_file;
-  RuntimeArgs runtime;
-};
+}  // namespace
+
+std::vector<cases::CaseLine> collect_cases(const BenchArgs& args) {
+  std::vector<cases::CaseLine> lines;
+  for (const std::string& line : args.case_lines) lines.push_back(cases::CaseLine::parse(line));
+  std::vector<std::string> suites = args.suites;
+  if (suites.empty() && lines.empty()) {
+    for (const cases::Suite& suite : cases::kSuites) suites.emplace_back(suite.name);
+  }
+  for (const std::string& suite : suites) {
+    std::vector<cases::CaseLine> parsed = cases::parse_case_lines(read_suite(suite));
+    if (parsed.empty()) {
+      throw Error(ErrorCode::invalid_argument,
+                  fmt::format("--suite: '{}' has no case, must have at least one", suite));
+    }
+    for (cases::CaseLine& line : parsed) lines.push_back(std::move(line));
+  }
+  return lines;
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const std::size_t middle = values.size() / 2;
+  return values.size() % 2 != 0 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
+}
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
 
 /// Rounds that a result needs at least: more than half of those that were asked for.
 constexpr std::int64_t min_steady(std::int64_t rounds) { return rounds / 2 + 1; }
@@ -107,12 +142,6 @@ struct TimedCase {
   std::vector<double> round_us;
 };
 
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  const std::size_t middle = values.size() / 2;
-  return values.size() % 2 != 0 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
-}
-
 /// Of the steady rounds.
 struct Result {
   std::string name;
@@ -122,40 +151,6 @@ struct Result {
   Limit limit = Limit::read;
   double percent = 0;
 };
-
-std::string read_suite(const std::string& name) {
-  for (const cases::Suite& suite : cases::kSuites) {
-    if (suite.name == name) return std::string(suite.text);
-  }
-  std::error_code error;
-  std::ifstream file(name);
-  if (!file || std::filesystem::is_directory(name, error)) {
-    std::vector<std::string_view> names;
-    for (const cases::Suite& suite : cases::kSuites) names.push_back(suite.name);
-    throw Error(ErrorCode::invalid_argument,
-                fmt::format("--suite: was '{}', must be one of {} or a file of cases", name,
-                            fmt::join(names, ", ")));
-  }
-  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-}
-
-std::vector<cases::CaseLine> collect_cases(const BenchArgs& args) {
-  std::vector<cases::CaseLine> lines;
-  for (const std::string& line : args.case_lines) lines.push_back(cases::CaseLine::parse(line));
-  std::vector<std::string> suites = args.suites;
-  if (suites.empty() && lines.empty()) {
-    for (const cases::Suite& suite : cases::kSuites) suites.emplace_back(suite.name);
-  }
-  for (const std::string& suite : suites) {
-    std::vector<cases::CaseLine> parsed = cases::parse_case_lines(read_suite(suite));
-    if (parsed.empty()) {
-      throw Error(ErrorCode::invalid_argument,
-                  fmt::format("--suite: '{}' has no case, must have at least one", suite));
-    }
-    for (cases::CaseLine& line : parsed) lines.push_back(std::move(line));
-  }
-  return lines;
-}
 
 /// Rounds of everything, one after the other, so that what is compared ran side by side.
 class Bench {
@@ -256,8 +251,9 @@ void print_header(const OpContext& ctx, const Runtime& runtime, const MachinePea
 }
 
 int bench(const BenchArgs& args) {
-  const JsonFile json_file(args.json_file);
   const ToolRuntime runtime(args.runtime);
+  if (runtime->backend() == "cuda") return bench_on_device(args, *runtime);
+  const JsonFile json_file(args.json_file);
   const InterruptGuard guard;
   Bench bench(args, *runtime);
   const bool finished = bench.run();

@@ -34,10 +34,11 @@ struct Target {
 };
 
 std::vector<Target> make_targets(const RuntimeArgs& args) {
-  constexpr std::array<std::array<const char*, 2>, 6> kAll = {
+  constexpr std::array<std::array<const char*, 2>, 8> kAll = {
       {{"reference", "scalar"}, {"cpu", "scalar"}, {"cpu", "avx2"}, {"cpu", "avx512"},
-       {"cpu", "avx512_bf16"}, {"cpu", "neon"}}};
+       {"cpu", "avx512_bf16"}, {"cpu", "neon"}, {"cuda", "auto"}, {"cuda", "plain"}}};
   std::vector<Target> targets;
+  std::string reason;  // Of the last that was skipped.
   for (const auto& [backend, isa] : kAll) {
     if (args.backend != "auto" && args.backend != backend) continue;
     try {
@@ -46,9 +47,11 @@ std::vector<Target> make_targets(const RuntimeArgs& args) {
       targets.push_back({backend, isa, std::make_unique<ToolRuntime>(forced, isa)});
     } catch (const Error& error) {
       if (error.code() != ErrorCode::unsupported) throw;
-      fmt::print("skipping {}/{}: {}\n", backend, isa, error.what());
+      if (reason != error.what()) fmt::print("skipping {}/{}: {}\n", backend, isa, error.what());
+      reason = error.what();
     }
   }
+  if (targets.empty()) throw Error(ErrorCode::unsupported, reason);
   return targets;
 }
 
@@ -87,6 +90,7 @@ class Checker {
     try {
       const auto problem = cases::make_problem(line, **target.runtime);
       problem->run();
+      wait(**target.runtime);
       const cases::CheckResult result = problem->check();
       double& worst = tally.worst_errors[static_cast<std::size_t>(line.dtype())];
       worst = std::max(worst, result.worst_error);

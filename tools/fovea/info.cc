@@ -36,10 +36,11 @@ nlohmann::ordered_json describe_ops(const Runtime& runtime, DType dtype) {
 }
 
 /// Of a product with weights of `dtype`.
-std::string linear_backend(DType dtype) {
+std::string linear_backend(const Runtime& runtime, DType dtype) {
   try {
     const Tensor weight = Tensor::zeros(dtype, {64, 64});
-    return std::string(Linear(weight, TensorView{}).backend_name());
+    const Linear linear(weight, {}, LinearBackend::automatic, runtime.context().memory);
+    return std::string(linear.backend_name());
   } catch (const Error& error) {
     return fmt::format("none: {}", error.what());
   }
@@ -94,7 +95,7 @@ nlohmann::ordered_json describe(const Runtime& runtime) {
   for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
     const std::string name(name_of(dtype));
     json["ops"][name] = describe_ops(runtime, dtype);
-    json["linear"][name] = linear_backend(dtype);
+    json["linear"][name] = linear_backend(runtime, dtype);
   }
   for (const PresetInfo& preset : model_presets()) {
     json["presets"].push_back(describe_preset(preset));

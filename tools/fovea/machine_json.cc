@@ -3,9 +3,11 @@
 #include <fmt/format.h>
 
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <ctime>
 #include <fstream>
+#include <memory>
 #include <stdexcept>
 
 #include "fovea/error.h"
@@ -19,6 +21,20 @@ std::string processor_name() {
     if (line.starts_with("model name") && value != std::string::npos) return line.substr(value + 2);
   }
   return "unknown";
+}
+
+std::string device_clocks() {
+  // popen rather than NVML: one more library for two numbers.
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> pipe(
+      popen("nvidia-smi --query-gpu=clocks.sm,clocks.mem --format=csv,noheader 2>/dev/null", "r"),
+      pclose);
+  char line[128];
+  if (!pipe || !std::fgets(line, sizeof line, pipe.get())) return "unknown";
+  const std::string text(line);
+  const std::size_t comma = text.find(", ");
+  if (comma == std::string::npos) return "unknown";
+  return "SM " + text.substr(0, comma) + ", memory " +
+         text.substr(comma + 2, text.find('\n') - comma - 2);
 }
 
 nlohmann::ordered_json describe_machine(const Runtime& runtime) {

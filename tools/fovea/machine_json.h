@@ -12,6 +12,9 @@ namespace fovea::cli {
 std::string processor_name();
 
 /// version, commit, date (UTC), and machine: processor, features, threads, backend, isa.
+/// Of the first GPU, as nvidia-smi says: "SM 1980 MHz, memory 3201 MHz"; "unknown" without it.
+std::string device_clocks();
+
 nlohmann::ordered_json describe_machine(const Runtime& runtime);
 
 /// Where --json writes; an empty path is nowhere.

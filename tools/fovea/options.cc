@@ -172,7 +172,7 @@ void Options::needs(const char* name, const char* other) {
 void add_runtime_options(Options& options, RuntimeArgs& args) {
   options.integer("--threads", args.num_threads, "Threads (default: all processors)", {1, 4096});
   options.word("--backend", args.backend, "Kernels (default: FOVEA_BACKEND, else the fastest)",
-               {"cpu", "reference"});
+               {"cpu", "reference", "cuda"});
   options.flag("--batch-invariant", args.batch_invariant,
                "Bits of a row depend on its own inputs alone");
 }
@@ -197,7 +197,8 @@ ToolRuntime::ToolRuntime(const RuntimeArgs& args, const std::string& isa)
           RuntimeOptions{.backend = args.backend,
                          .isa = isa,
                          .pool = pool_.get(),
-                         .batch_invariant = args.batch_invariant})) {
+                         .batch_invariant = args.batch_invariant,
+                         .own_cuda_stream = true})) {
   refuse_unknown_linear();
 }
 

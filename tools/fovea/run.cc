@@ -123,6 +123,7 @@ void print_header(const RunArgs& args, const Runtime& runtime, const Model& mode
   facts.add("dims", dims_text(config));
   facts.add("machine", fmt::format("{}, {} threads, backend {}, isa {}", processor_name(),
                                    runtime.num_threads(), runtime.backend(), runtime.isa()));
+  if (!runtime.device_name().empty()) facts.add("device", std::string(runtime.device_name()));
   facts.add("workload", fmt::format("{}, {} requests, arrivals {}", workload.name,
                                     workload.requests.size(), args.arrivals));
   fmt::print("{}\n", facts.to_text());
@@ -221,10 +222,15 @@ int run(RunArgs args) {
   if (!args.dump_directory.empty()) check_dump_directory(args.dump_directory);
   const JsonFile json_file(args.json_file);
   const ToolRuntime runtime(args.runtime);
+  if (args.compare && runtime->backend() == "cuda") {
+    throw Error(ErrorCode::invalid_argument,
+                "--compare: the backend is cuda, must be cpu: what it compares with is the CPU's");
+  }
   const Workload workload = make_workload(args);
   const Model model = Model::load(args.model, {.num_layers = args.num_layers,
                                                .dtype = parse_dtype(args.dtype),
-                                               .seed = static_cast<std::uint64_t>(args.seed)});
+                                               .seed = static_cast<std::uint64_t>(args.seed),
+                                               .memory = runtime->context().memory});
   std::vector<std::int64_t> contexts;
   if (args.compare) contexts = contexts_to_compare(model);
   Engine engine(*runtime, model, args.engine);  // Refuses bad options before any output.

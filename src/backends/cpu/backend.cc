@@ -58,6 +58,7 @@ struct Table {
   static constexpr Backend kBackend{
       .name = "cpu",
       .rms_norm = {&kRmsNorm, 1},
+      .add_residual = {},  // The reference has it, and shares its rows among the threads.
       .rope = {&kRope, 1},
       .kv_append = {&kKvAppend, 1},
       .gqa_append = {&kGqaAppend, 1},

@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "backends/cuda/graph.h"
 #include "backends/cuda/plain/kernels.h"
 #include "backends/cuda/sm90/attention_decode/op.h"
 #include "backends/cuda/sm90/attention_prefill/op.h"
@@ -16,6 +17,8 @@ template <class Params>
 using Plain = Implementation<Params>[1];
 
 constexpr Plain<RmsNormParams> kRmsNorm{{"plain", nullptr, nullptr, plain::rms_norm}};
+constexpr Plain<AddResidualParams> kAddResidual{
+    {"plain", nullptr, nullptr, plain::add_residual}};
 constexpr Plain<RopeParams> kRope{{"plain", nullptr, nullptr, plain::rope}};
 constexpr Plain<KvAppendParams> kKvAppend{{"plain", nullptr, nullptr, plain::kv_append}};
 constexpr Plain<GqaAppendParams> kGqaAppend{{"plain", nullptr, nullptr, plain::gqa_append}};
@@ -30,12 +33,14 @@ constexpr Implementation<AttentionPrefillParams> kAttentionPrefill[] = {
      plain::attention_prefill}};
 constexpr Implementation<AttentionDecodeParams> kAttentionDecode[] = {
     {"sm90", sm90::attention_decode_declines, sm90::attention_decode_scratch,
-     sm90::attention_decode},
+     sm90::attention_decode, sm90::attention_decode_prepare},
     {"plain", plain::attention_decode_declines, plain::attention_decode_scratch,
-     plain::attention_decode}};
+     plain::attention_decode, plain::attention_decode_prepare}};
 constexpr Implementation<MlaDecodeParams> kMlaDecode[] = {
-    {"sm90", sm90::mla_decode_declines, sm90::mla_decode_scratch, sm90::mla_decode},
-    {"plain", plain::mla_decode_declines, plain::mla_decode_scratch, plain::mla_decode}};
+    {"sm90", sm90::mla_decode_declines, sm90::mla_decode_scratch, sm90::mla_decode,
+     sm90::mla_decode_prepare},
+    {"plain", plain::mla_decode_declines, plain::mla_decode_scratch, plain::mla_decode,
+     plain::mla_decode_prepare}};
 constexpr Plain<MergeStateParams> kMergeState{{"plain", nullptr, nullptr, plain::merge_state}};
 constexpr Plain<QuantizeOutputParams> kQuantizeOutput{
     {"plain", nullptr, nullptr, plain::quantize_output}};
@@ -54,6 +59,7 @@ template <bool has_sm90>
 constexpr Backend kBackend{
     .name = "cuda",
     .rms_norm = kRmsNorm,
+    .add_residual = kAddResidual,
     .rope = kRope,
     .kv_append = kKvAppend,
     .gqa_append = kGqaAppend,
@@ -65,6 +71,8 @@ constexpr Backend kBackend{
     .merge_state = kMergeState,
     .quantize_output = kQuantizeOutput,
     .write_padding_rows = plain::write_padding_rows,
+    .capture = capture,
+    .launch = launch_kept,
     .addresses_host_memory = addresses_host_memory,
 };
 

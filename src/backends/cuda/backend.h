@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "ops/backend.h"
@@ -15,6 +16,7 @@ struct CudaDevice {
   int minor = 0;
   int multiprocessors = 0;
   std::int64_t memory_bytes = 0;
+  std::int64_t l2_bytes = 0;
 };
 
 /// Throws Error(unsupported) that says why device `index` cannot be used: a build without CUDA, no
@@ -25,7 +27,10 @@ CudaDevice open_cuda_device(int index);
 const Backend& cuda_backend(int major);
 
 MemorySource cuda_memory(int index);
-/// Pinned memory of the host.
-MemorySource cuda_host_memory();
+/// Managed memory, or pinned where host and device `index` may not use that at once.
+MemorySource cuda_host_memory(int index);
+
+/// A cudaStream_t that does not wait for the default stream.
+std::shared_ptr<void> make_cuda_stream(int index);
 
 }  // namespace fovea

@@ -6,6 +6,17 @@
 #include "core/check.h"
 
 namespace fovea {
+namespace {
+
+/// Memory that host and GPU share.
+std::byte* checked(cudaError_t status, void* memory, std::int64_t bytes) {
+  FOVEA_CHECK(status == cudaSuccess, resource_exhausted,
+              "no memory for {} bytes that host and GPU share: {}", bytes,
+              cudaGetErrorString(status));
+  return static_cast<std::byte*>(memory);
+}
+
+}  // namespace
 
 CudaDevice open_cuda_device(int index) {
   int count = 0;
@@ -25,7 +36,8 @@ CudaDevice open_cuda_device(int index) {
           .major = properties.major,
           .minor = properties.minor,
           .multiprocessors = properties.multiProcessorCount,
-          .memory_bytes = static_cast<std::int64_t>(properties.totalGlobalMem)};
+          .memory_bytes = static_cast<std::int64_t>(properties.totalGlobalMem),
+          .l2_bytes = properties.l2CacheSize};
 }
 
 MemorySource cuda_memory(int index) {
@@ -44,24 +56,39 @@ MemorySource cuda_memory(int index) {
                        void* stream) {
     const cuda::CurrentDevice current(device);
     const auto queue = static_cast<cudaStream_t>(stream);
-    cuda::check(cudaMemcpyAsync(to, from, static_cast<std::size_t>(bytes), cudaMemcpyDefault, queue),
-                "cudaMemcpyAsync");
+    const auto size = static_cast<std::size_t>(bytes);
+    cuda::check(cudaMemcpyAsync(to, from, size, cudaMemcpyDefault, queue), "cudaMemcpyAsync");
     cuda::check(cudaStreamSynchronize(queue), "cudaStreamSynchronize");
   };
-  return {{Device::Type::cuda, index}, allocate, free, copy};
+  const auto wait = [](Device device, void* stream) {
+    const cuda::CurrentDevice current(device);
+    cuda::check(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)), "cudaStreamSynchronize");
+  };
+  return {{Device::Type::cuda, index}, allocate, free, copy, wait};
 }
 
-MemorySource cuda_host_memory() {
-  const auto allocate = [](Device, std::int64_t bytes) {
-    void* memory = nullptr;
-    const cudaError_t status =
-        cudaHostAlloc(&memory, static_cast<std::size_t>(bytes), cudaHostAllocPortable);
-    FOVEA_CHECK(status == cudaSuccess, resource_exhausted, "no pinned memory for {} bytes: {}",
-                bytes, cudaGetErrorString(status));
-    return static_cast<std::byte*>(memory);
-  };
-  const auto free = [](Device, std::byte* memory) { cudaFreeHost(memory); };
-  return {{}, allocate, free, nullptr};
+MemorySource cuda_host_memory(int index) {
+  int managed = 0;
+  cuda::check(cudaDeviceGetAttribute(&managed, cudaDevAttrConcurrentManagedAccess, index),
+              "cudaDeviceGetAttribute");
+  if (managed != 0) {
+    return {{},
+            [](Device, std::int64_t bytes) {
+              void* memory = nullptr;
+              const auto size = static_cast<std::size_t>(bytes);
+              const cudaError_t status = cudaMallocManaged(&memory, size, cudaMemAttachGlobal);
+              return checked(status, memory, bytes);
+            },
+            [](Device, std::byte* memory) { cudaFree(memory); }};
+  }
+  return {{},
+          [](Device, std::int64_t bytes) {
+            void* memory = nullptr;
+            const cudaError_t status = cudaHostAlloc(&memory, static_cast<std::size_t>(bytes),
+                                                     cudaHostAllocPortable);
+            return checked(status, memory, bytes);
+          },
+          [](Device, std::byte* memory) { cudaFreeHost(memory); }};
 }
 
 }  // namespace fovea

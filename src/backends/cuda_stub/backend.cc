@@ -16,6 +16,7 @@ const Backend& cuda_backend(int) {
 }
 
 MemorySource cuda_memory(int) { return {}; }
-MemorySource cuda_host_memory() { return {}; }
+MemorySource cuda_host_memory(int) { return {}; }
+std::shared_ptr<void> make_cuda_stream(int) { return nullptr; }
 
 }  // namespace fovea

@@ -10,6 +10,8 @@ template <class Params>
 using Table = Implementation<Params>[1];
 
 constexpr Table<RmsNormParams> kRmsNorm{{"plain", nullptr, nullptr, reference::rms_norm}};
+constexpr Table<AddResidualParams> kAddResidual{
+    {"plain", nullptr, nullptr, reference::add_residual}};
 constexpr Table<RopeParams> kRope{{"plain", nullptr, nullptr, reference::rope}};
 constexpr Table<KvAppendParams> kKvAppend{{"plain", nullptr, nullptr, reference::kv_append}};
 constexpr Table<GqaAppendParams> kGqaAppend{{"plain", nullptr, nullptr, reference::gqa_append}};
@@ -29,6 +31,7 @@ constexpr Table<QuantizeOutputParams> kQuantizeOutput{
 constexpr Backend kBackend{
     .name = "reference",
     .rms_norm = kRmsNorm,
+    .add_residual = kAddResidual,
     .rope = kRope,
     .kv_append = kKvAppend,
     .gqa_append = kGqaAppend,

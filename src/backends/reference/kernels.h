@@ -6,6 +6,7 @@
 namespace fovea::reference {
 
 void rms_norm(const OpContext& ctx, const RmsNormParams& params);
+void add_residual(const OpContext& ctx, const AddResidualParams& params);
 void rope(const OpContext& ctx, const RopeParams& params);
 void kv_append(const OpContext& ctx, const KvAppendParams& params);
 void gqa_append(const OpContext& ctx, const GqaAppendParams& params);

@@ -57,6 +57,14 @@ void rms_norm(const OpContext&, const RmsNormParams& p) {
   }
 }
 
+void add_residual(const OpContext& ctx, const AddResidualParams& p) {
+  ctx.pool->run(p.x.shape[0], [&](std::int64_t t) {
+    const Row x = row_of(p.x, t), y = row_of(p.y, t);
+    const auto scale = static_cast<double>(p.scale);
+    for (std::int64_t d = 0; d < x.size; ++d) set(x, d, get(x, d) + scale * get(y, d));
+  });
+}
+
 namespace {
 
 /// `value` as an element of `dtype` holds it.

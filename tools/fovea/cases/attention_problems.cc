@@ -49,11 +49,11 @@ class MlaDecodeProblem : public Problem {
     const std::int64_t pad = line.integer("pad", 0, {0});
     // The width of a head of the models that this shape comes from.
     sm_scale_ = 1.0f / std::sqrt(static_cast<float>(kv_lora_rank_ / 4 + rope_dim_));
-    rules_ = read_decode_rules(line, heads_, query_start_loc_, random_);
+    rules_ = read_decode_rules(ctx, line, heads_, query_start_loc_, random_);
 
     const std::int64_t row = kv_lora_rank_ + rope_dim_;
-    sequences_ =
-        make_cached_sequences({format, line.integer("block_size", 64), pad}, seq_lens, random_);
+    sequences_ = make_cached_sequences(ctx, {format, line.integer("block_size", 64), pad}, seq_lens,
+                                       random_);
     for (std::size_t i = 0; i < requests; ++i) {
       const std::int64_t first = rules_.first_key(queries(i), seq_lens[i]);
       sequences_.hide_before(i, first);
@@ -62,11 +62,11 @@ class MlaDecodeProblem : public Problem {
     tokens_ = query_start_loc_.back() + line.integer("padding", 0, {0});
     const double q_stddev = kScoreStddev / (std::sqrt(static_cast<double>(row)) * sm_scale_);
     q_latent_ =
-        normal_array({line.dtype(), {tokens_, heads_, kv_lora_rank_}, pad}, random_, q_stddev);
-    q_pe_ = normal_array({line.dtype(), {tokens_, heads_, rope_dim_}, pad}, random_, q_stddev);
+        normal_array(ctx, {line.dtype(), {tokens_, heads_, kv_lora_rank_}, pad}, random_, q_stddev);
+    q_pe_ = normal_array(ctx, {line.dtype(), {tokens_, heads_, rope_dim_}, pad}, random_, q_stddev);
     out_ = poisoned_array(
-        {line.dtype_value("out", line.dtype()), {tokens_, heads_, kv_lora_rank_}, pad});
-    lse_ = poisoned_array({DType::f32, {heads_, tokens_}, pad});
+        ctx, {line.dtype_value("out", line.dtype()), {tokens_, heads_, kv_lora_rank_}, pad});
+    if (has_lse(line)) lse_ = poisoned_array(ctx, {DType::f32, {heads_, tokens_}, pad});
     schedule_ = schedule_decode(query_start_loc_, to_int32(seq_lens), ctx.plan_target,
                                 rules_.variant, rules_.draft_tree);
     params_ = {.q_latent = q_latent_.view,
@@ -81,6 +81,11 @@ class MlaDecodeProblem : public Problem {
                .sinks = rules_.sinks.view,
                .q_scale = 0.f};
     reserve_poisoned(ctx, workspace_bytes(ctx, params_));
+  }
+  void prepare() override {
+    prepared_ = Tensor::empty(DType::u8, {workspace_bytes(ctx_, params_)}, ctx_.memory);
+    params_.prepared = prepared_;
+    fovea::prepare(ctx_, params_);
   }
   void run() override { mla_decode(ctx_, params_); }
   Work work() const override {
@@ -152,6 +157,7 @@ class MlaDecodeProblem : public Problem {
   Array lse_;
   DecodeSchedule schedule_;
   MlaDecodeParams params_;
+  Tensor prepared_;
 };
 
 class AttentionPrefillProblem : public Problem {
@@ -171,15 +177,19 @@ class AttentionPrefillProblem : public Problem {
     cu_q_ = running_sum(broadcast(tokens, keys.size()));
     cu_k_ = running_sum(keys);
     sm_scale_ = 1.0f / std::sqrt(static_cast<float>(qk_dim_));
-    rules_ = read_rules(line, heads_, random_);
+    rules_ = read_rules(ctx, line, heads_, random_);
     tokens_ = cu_q_.back() + line.integer("padding", 0, {0});
     const std::int64_t num_keys = cu_k_.back();
-    q_ = normal_array({line.dtype(), {tokens_, heads_, qk_dim_}, pad}, random_, kScoreStddev);
-    k_ = normal_array({line.dtype(), {num_keys, kv_heads_, qk_dim_ - rope_dim_}, pad}, random_);
-    if (rope_dim_ > 0) k_pe_ = normal_array({line.dtype(), {num_keys, rope_dim_}, pad}, random_);
-    v_ = normal_array({line.dtype(), {num_keys, kv_heads_, v_dim_}, pad}, random_);
-    out_ = poisoned_array({line.dtype_value("out", line.dtype()), {tokens_, heads_, v_dim_}, pad});
-    lse_ = poisoned_array({DType::f32, {heads_, tokens_}, pad});
+    q_ = normal_array(ctx, {line.dtype(), {tokens_, heads_, qk_dim_}, pad}, random_, kScoreStddev);
+    k_ = normal_array(ctx, {line.dtype(), {num_keys, kv_heads_, qk_dim_ - rope_dim_}, pad},
+                      random_);
+    if (rope_dim_ > 0) {
+      k_pe_ = normal_array(ctx, {line.dtype(), {num_keys, rope_dim_}, pad}, random_);
+    }
+    v_ = normal_array(ctx, {line.dtype(), {num_keys, kv_heads_, v_dim_}, pad}, random_);
+    out_ = poisoned_array(
+        ctx, {line.dtype_value("out", line.dtype()), {tokens_, heads_, v_dim_}, pad});
+    if (has_lse(line)) lse_ = poisoned_array(ctx, {DType::f32, {heads_, tokens_}, pad});
     schedule_ = schedule_prefill(cu_q_, cu_k_, ctx.plan_target.prefill_query_tile, rules_.variant);
     params_ = {.q = q_.view,
                .k = k_.view,

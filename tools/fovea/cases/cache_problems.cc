@@ -23,21 +23,21 @@ class KvAppendProblem : public Problem {
     const std::int64_t pad = line.integer("pad", 0, {0});
     const auto skip_percent = static_cast<double>(line.integer("skip", 0, {0, 100}));
     sequences_ = make_cached_sequences(
-        {.format = {line.dtype_value("cache", line.dtype()), kv_lora_rank_ + rope_dim_},
+        ctx, {.format = {line.dtype_value("cache", line.dtype()), kv_lora_rank_ + rope_dim_},
          .block_size = line.integer("block_size", 64),
          .pad = pad},
         {tokens}, random_);
-    kv_c_ = normal_array({line.dtype(), {tokens, kv_lora_rank_}, pad}, random_);
-    k_pe_ = normal_array({line.dtype(), {tokens, rope_dim_}, pad}, random_);
+    kv_c_ = normal_array(ctx, {line.dtype(), {tokens, kv_lora_rank_}, pad}, random_);
+    k_pe_ = normal_array(ctx, {line.dtype(), {tokens, rope_dim_}, pad}, random_);
     for (std::int64_t t = 0; t < tokens; ++t) {
       slots_.push_back(random_.chance(skip_percent / 100) ? -1 : sequences_.slot(0, t));
     }
+    slot_mapping_ = index_array(ctx, slots_);
   }
   void run() override {
     kv_append(ctx_, {.kv_c = kv_c_.view,
                      .k_pe = k_pe_.view,
-                     .slot_mapping =
-                         TensorView::of(slots_.data(), {static_cast<std::int64_t>(slots_.size())}),
+                     .slot_mapping = slot_mapping_,
                      .cache = &sequences_.cache});
   }
   Work work() const override {
@@ -78,6 +78,7 @@ class KvAppendProblem : public Problem {
   Array kv_c_;
   Array k_pe_;
   std::vector<std::int64_t> slots_;
+  Tensor slot_mapping_;
 };
 
 class KvGatherProblem : public Problem {
@@ -95,13 +96,15 @@ class KvGatherProblem : public Problem {
     seq_lens_ = to_int32(lens);
     std::vector<std::int64_t> ends;
     for (std::size_t i = 0; i < lens.size(); ++i) ends.push_back(starts_[i] + lens[i]);
-    sequences_ = make_cached_sequences({.format = {line.dtype_value("cache", line.dtype()), row_},
-                                        .block_size = line.integer("block_size", 64),
-                                        .pad = pad},
-                                       ends, random_);
+    sequences_ = make_cached_sequences(
+        ctx,
+        {.format = {line.dtype_value("cache", line.dtype()), row_},
+         .block_size = line.integer("block_size", 64),
+         .pad = pad},
+        ends, random_);
     for (std::size_t i = 0; i < lens.size(); ++i) sequences_.fill(i, starts_[i], ends[i], random_);
     const std::int64_t total = std::accumulate(lens.begin(), lens.end(), std::int64_t{0});
-    out_ = poisoned_array({line.dtype(), {total, row_}, pad});
+    out_ = poisoned_array(ctx, {line.dtype(), {total, row_}, pad});
   }
   void run() override {
     kv_gather(ctx_, {.cache = &sequences_.cache,
@@ -154,37 +157,36 @@ class GqaAppendProblem : public Problem {
     const auto skip_percent = static_cast<double>(line.integer("skip", 0, {0, 100}));
     const std::int64_t k_width = kv_heads_ * qk_dim_, v_width = kv_heads_ * v_dim_;
     sequences_ =
-        make_cached_sequences({{line.dtype_value("cache", line.dtype()), k_width + v_width},
+        make_cached_sequences(ctx, {{line.dtype_value("cache", line.dtype()), k_width + v_width},
                                line.integer("block_size", 16),
                                pad},
                               {tokens}, random_);
     k_cache_ = sequences_.cache.columns(0, k_width);
     v_cache_ = sequences_.cache.columns(k_width, v_width);
-    k_ = normal_array({line.dtype(), {tokens, kv_heads_, qk_dim_}, pad}, random_);
-    v_ = normal_array({line.dtype(), {tokens, kv_heads_, v_dim_}, pad}, random_);
+    k_ = normal_array(ctx, {line.dtype(), {tokens, kv_heads_, qk_dim_}, pad}, random_);
+    v_ = normal_array(ctx, {line.dtype(), {tokens, kv_heads_, v_dim_}, pad}, random_);
     for (std::int64_t t = 0; t < tokens; ++t) {
       slots_.push_back(random_.chance(skip_percent / 100) ? -1 : sequences_.slot(0, t));
       positions_.push_back(random_.integer(0, kMaxPosition - 1));
     }
+    slot_mapping_ = index_array(ctx, slots_);
+    position_rows_ = index_array(ctx, positions_);
     if (rope_dim_ > 0) {
       RopeConfig config;
       config.dim = rope_dim_;
       config.max_position = kMaxPosition;
       config.pairing = is_interleaved_ ? RopePairing::interleaved : RopePairing::neox;
-      rotary_ = RotaryEmbedding(config);
+      rotary_ = RotaryEmbedding(config, ctx.memory);
     }
   }
   void run() override {
-    const auto tokens = static_cast<std::int64_t>(slots_.size());
     GqaAppendParams params;
     params.k = k_.view;
     params.v = v_.view;
-    params.slot_mapping = TensorView::of(slots_.data(), {tokens});
+    params.slot_mapping = slot_mapping_;
     params.k_cache = &k_cache_;
     params.v_cache = &v_cache_;
-    if (rope_dim_ > 0) {
-      params.rope = rotary_.angles(TensorView::of(positions_.data(), {tokens}));
-    }
+    if (rope_dim_ > 0) params.rope = rotary_.angles(position_rows_);
     gqa_append(ctx_, params);
   }
   Work work() const override {
@@ -246,6 +248,8 @@ class GqaAppendProblem : public Problem {
   Array v_;
   std::vector<std::int64_t> slots_;
   std::vector<std::int64_t> positions_;
+  Tensor slot_mapping_;
+  Tensor position_rows_;
 };
 
 }  // namespace

@@ -28,13 +28,14 @@ struct LayerWeights {
                    .qk_rope_head_dim = line.integer("rope", 8),
                    .v_head_dim = line.integer("v", 16)}
                .validated();
+    const OpContext on_host;  // Layers take their weights from there.
     // A projection to `out` features of rows with unit variance keeps them at `stddev`.
     const auto projection = [&](std::int64_t out, std::int64_t in, double stddev) {
-      return normal_array({line.dtype(), {out, in}}, random,
+      return normal_array(on_host, {line.dtype(), {out, in}}, random,
                           stddev / std::sqrt(static_cast<double>(in)));
     };
     const auto norm = [&](std::int64_t dim) {
-      return normal_array({line.dtype(), {dim}}, random, 1.0);
+      return normal_array(on_host, {line.dtype(), {dim}}, random, 1.0);
     };
     const std::int64_t q_in = dims.q_lora_rank > 0 ? dims.q_lora_rank : dims.hidden_size;
     if (dims.q_lora_rank > 0) {
@@ -95,7 +96,8 @@ class MlaLayerProblem : public Problem {
         layer_(weights_.dims, weights_.views(), rotary(),
                {.absorption = line.word("absorption", "two_step", {"two_step", "full"}) == "full"
                                   ? MlaAbsorption::full
-                                  : MlaAbsorption::two_step}) {
+                                  : MlaAbsorption::two_step,
+                .memory = ctx.memory}) {
     make_batch(line);
     context_lens_ = line.integers("context", {0}, {0, kMaxPosition / 2});
     context_lens_.resize(static_cast<std::size_t>(batch_.num_reqs()), context_lens_.back());
@@ -104,7 +106,7 @@ class MlaLayerProblem : public Problem {
       lens.push_back(context_lens_[i] + query_len(i));
     }
     batch_.seq_lens = to_int32(lens);
-    sequences_ = make_cached_sequences({{line.dtype(), weights_.dims.latent_dim()},
+    sequences_ = make_cached_sequences(ctx, {{line.dtype(), weights_.dims.latent_dim()},
                                         line.integer("block_size", 16),
                                         line.integer("pad", 0, {0})},
                                        lens, random_);
@@ -115,9 +117,11 @@ class MlaLayerProblem : public Problem {
         slots_.push_back(sequences_.slot(i, p));
       }
     }
+    slot_mapping_ = index_array(ctx, slots_);
+    position_rows_ = index_array(ctx, positions_);
     const auto tokens = static_cast<std::int64_t>(positions_.size());
-    hidden_ = normal_array({line.dtype(), {tokens, weights_.dims.hidden_size}}, random_);
-    out_ = poisoned_array({line.dtype(), {tokens, weights_.dims.hidden_size}});
+    hidden_ = normal_array(ctx, {line.dtype(), {tokens, weights_.dims.hidden_size}}, random_);
+    out_ = poisoned_array(ctx, {line.dtype(), {tokens, weights_.dims.hidden_size}});
     PlanOptions options;
     options.workspace_rows = line.integer("workspace_rows", 1024);
     options.block_size = sequences_.cache.block_size();
@@ -128,12 +132,11 @@ class MlaLayerProblem : public Problem {
     reserve_poisoned(ctx, layer_.workspace_bytes(ctx, plan_));
   }
   void run() override {
-    const auto tokens = static_cast<std::int64_t>(positions_.size());
     AttentionStep step;
     step.plan = &plan_;
     step.block_table = sequences_.table();
-    step.slot_mapping = TensorView::of(slots_.data(), {tokens});
-    step.positions = TensorView::of(positions_.data(), {tokens});
+    step.slot_mapping = slot_mapping_;
+    step.positions = position_rows_;
     layer_(ctx_, hidden_.view, out_.view, step, sequences_.cache);
   }
   /// Projections of the new tokens, and attention as a decode does it.
@@ -199,7 +202,7 @@ class MlaLayerProblem : public Problem {
     config.theta = kTheta;
     config.max_position = kMaxPosition;
     config.pairing = is_interleaved_ ? RopePairing::interleaved : RopePairing::neox;
-    return std::make_shared<RotaryEmbedding>(config);
+    return std::make_shared<RotaryEmbedding>(config, ctx_.memory);
   }
 
   const OpContext& ctx_;
@@ -212,6 +215,8 @@ class MlaLayerProblem : public Problem {
   CachedSequences sequences_;
   std::vector<std::int64_t> positions_;
   std::vector<std::int64_t> slots_;
+  Tensor slot_mapping_;
+  Tensor position_rows_;
   Array hidden_;
   Array out_;
   BatchPlan plan_;

@@ -14,6 +14,9 @@ namespace fovea::cases {
 namespace {
 
 constexpr int kPoison = 0xff;
+// Longer operands repeat themselves: gigabytes of random values take minutes, and tell no more. The
+// first is a prime, so that rows differ.
+constexpr std::int64_t kDistinctValues = 1'000'003, kDistinctRows = 1021;
 constexpr std::int32_t kGarbageId = std::numeric_limits<std::int32_t>::min();
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
@@ -109,11 +112,11 @@ bool Array::pads_untouched() const {
   return true;
 }
 
-Array poisoned_array(const ArraySpec& spec) {
+Array poisoned_array(const OpContext& ctx, const ArraySpec& spec) {
   std::vector<std::int64_t> padded = spec.shape;
   padded.back() += spec.pad;
   Array array;
-  array.storage = Tensor::empty(spec.dtype, padded);
+  array.storage = Tensor::empty(spec.dtype, padded, ctx.host_memory);
   if (array.storage.nbytes() > 0) {
     std::memset(array.storage.view().data, kPoison,
                 static_cast<std::size_t>(array.storage.nbytes()));
@@ -123,14 +126,23 @@ Array poisoned_array(const ArraySpec& spec) {
   return array;
 }
 
-Array normal_array(const ArraySpec& spec, Random& random, double stddev) {
-  Array array = poisoned_array(spec);
+Array normal_array(const OpContext& ctx, const ArraySpec& spec, Random& random,
+                   double stddev) {
+  Array array = poisoned_array(ctx, spec);
   const Tensor exact = Tensor::empty(DType::f32, spec.shape);
   float* values = exact.ptr<float>();
   for (std::int64_t i = 0; i < exact.view().numel(); ++i) {
-    values[i] = static_cast<float>(stddev * random.normal());
+    values[i] = i < kDistinctValues ? static_cast<float>(stddev * random.normal())
+                                    : values[i - kDistinctValues];
   }
   copy(exact, array.view);
+  return array;
+}
+
+Tensor index_array(const OpContext& ctx, const std::vector<std::int64_t>& values) {
+  Tensor array =
+      Tensor::empty(DType::i64, {static_cast<std::int64_t>(values.size())}, ctx.host_memory);
+  std::copy(values.begin(), values.end(), array.ptr<std::int64_t>());
   return array;
 }
 
@@ -138,9 +150,9 @@ void reserve_poisoned(const OpContext& ctx, std::int64_t bytes) {
   ctx.workspace->reserve(bytes);
   WorkspaceScope scope(*ctx.workspace);
   const std::int64_t capacity = ctx.workspace->capacity();
-  if (capacity > 0) {
-    std::memset(scope.take_bytes(capacity), kPoison, static_cast<std::size_t>(capacity));
-  }
+  if (capacity == 0) return;
+  const std::vector<std::byte> poison(static_cast<std::size_t>(capacity), std::byte{kPoison});
+  copy_bytes(ctx.memory, scope.take_bytes(capacity), poison.data(), capacity, ctx.stream);
 }
 
 BlockTableView CachedSequences::table() const {
@@ -183,9 +195,16 @@ void CachedSequences::fill(std::size_t request, std::int64_t begin, std::int64_t
                            Random& random) const {
   const KvFormat& format = cache.format();
   const std::int64_t elements = format.row_elements;
+  const std::int64_t distinct = std::min(end - begin, kDistinctRows);
   const Array values =
-      normal_array({.dtype = DType::f32, .shape = {end - begin, elements}}, random);
+      normal_array(OpContext{}, {.dtype = DType::f32, .shape = {distinct, elements}}, random);
   for (std::int64_t position = begin; position < end; ++position) {
+    if (position - begin >= distinct) {
+      std::memcpy(cache.slot(slot(request, position)),
+                  cache.slot(slot(request, position - distinct)),
+                  static_cast<std::size_t>(format.row_bytes()));
+      continue;
+    }
     const std::span row(values.view.ptr<float>({position - begin, 0}),
                         static_cast<std::size_t>(elements));
     encode_row(format, row,
@@ -195,12 +214,14 @@ void CachedSequences::fill(std::size_t request, std::int64_t begin, std::int64_t
 
 namespace {
 
-PagedKvCache poisoned_cache(const CacheSpec& spec, std::int64_t num_blocks) {
+PagedKvCache poisoned_cache(const OpContext& ctx, const CacheSpec& spec,
+                            std::int64_t num_blocks) {
   const std::int64_t row_stride =
       spec.format.row_bytes() + spec.pad * std::max<std::int64_t>(spec.format.alignment(), 1);
   PagedKvCache cache = PagedKvCache::allocate(
       spec.format,
-      {.num_blocks = num_blocks, .block_size = spec.block_size, .row_stride = row_stride});
+      {.num_blocks = num_blocks, .block_size = spec.block_size, .row_stride = row_stride},
+      ctx.host_memory);
   std::memset(
       cache.row(0, 0), kPoison,
       static_cast<std::size_t>(PagedKvCache::required_bytes(spec.format, cache.layout())));
@@ -209,17 +230,18 @@ PagedKvCache poisoned_cache(const CacheSpec& spec, std::int64_t num_blocks) {
 
 }  // namespace
 
-CachedSequences CachedSequences::beside(const KvFormat& format, std::int64_t pad) const {
+CachedSequences CachedSequences::beside(const KvFormat& format, std::int64_t pad,
+                                        const OpContext& ctx) const {
   const KvCacheLayout& layout = cache.layout();
-  return {.cache = poisoned_cache({format, layout.block_size, pad}, layout.num_blocks),
+  return {.cache = poisoned_cache(ctx, {format, layout.block_size, pad}, layout.num_blocks),
           .block_ids = block_ids,
           .width = width,
           .lens = lens,
           .hidden = hidden};
 }
 
-CachedSequences make_cached_sequences(const CacheSpec& spec, std::vector<std::int64_t> lens,
-                                      Random& random) {
+CachedSequences make_cached_sequences(const OpContext& ctx, const CacheSpec& spec,
+                                      std::vector<std::int64_t> lens, Random& random) {
   CachedSequences sequences;
   const auto blocks_of = [&](std::int64_t len) {
     return (len + spec.block_size - 1) / spec.block_size;
@@ -231,7 +253,7 @@ CachedSequences make_cached_sequences(const CacheSpec& spec, std::vector<std::in
   }
   sequences.width += 1;  // A tail for garbage in every row.
   const std::int64_t num_blocks = used + 2;
-  sequences.cache = poisoned_cache(spec, num_blocks);
+  sequences.cache = poisoned_cache(ctx, spec, num_blocks);
   std::vector<std::int32_t> ids(static_cast<std::size_t>(num_blocks));
   std::iota(ids.begin(), ids.end(), 0);
   for (std::size_t i = ids.size() - 1; i > 0; --i) {

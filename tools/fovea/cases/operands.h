@@ -1,4 +1,5 @@
-// Operands of cases: seeded values, NaN wherever nobody owns the bytes.
+// Operands of cases: seeded values, NaN wherever nobody owns the bytes. They are in
+// OpContext::host_memory, which the host and the device address alike.
 #pragma once
 
 #include <cmath>
@@ -47,8 +48,11 @@ struct ArraySpec {
   std::int64_t pad = 0;
 };
 /// Every byte 0xff: a NaN in f32, f16 and bf16.
-Array poisoned_array(const ArraySpec& spec);
-Array normal_array(const ArraySpec& spec, Random& random, double stddev = 1.0);
+Array poisoned_array(const OpContext& ctx, const ArraySpec& spec);
+Array normal_array(const OpContext& ctx, const ArraySpec& spec, Random& random,
+                   double stddev = 1.0);
+/// i64 [values]
+Tensor index_array(const OpContext& ctx, const std::vector<std::int64_t>& values);
 
 /// Reserves `bytes` of scratch and fills all of it with NaN.
 void reserve_poisoned(const OpContext& ctx, std::int64_t bytes);
@@ -70,7 +74,8 @@ struct CachedSequences {
   std::vector<double> rows(std::size_t request, std::int64_t begin, std::int64_t end) const;
   void fill(std::size_t request, std::int64_t begin, std::int64_t end, Random& random) const;
   /// The same sequences and blocks with rows of another format in a cache of their own; poisoned.
-  CachedSequences beside(const KvFormat& format, std::int64_t pad) const;
+  CachedSequences beside(const KvFormat& format, std::int64_t pad,
+                         const OpContext& ctx) const;
 };
 struct CacheSpec {
   KvFormat format;
@@ -78,8 +83,8 @@ struct CacheSpec {
   std::int64_t pad = 0;  ///< Unowned elements after each row.
 };
 /// Poisoned; fill() what should be there.
-CachedSequences make_cached_sequences(const CacheSpec& spec, std::vector<std::int64_t> lens,
-                                      Random& random);
+CachedSequences make_cached_sequences(const OpContext& ctx, const CacheSpec& spec,
+                                      std::vector<std::int64_t> lens, Random& random);
 
 /// Values are about 1: attention outputs below a fiftieth of that are what cancellation left.
 inline constexpr double kSmallOutput = 0.02;

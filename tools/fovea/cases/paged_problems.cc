@@ -23,28 +23,35 @@ class PagedProblem : public Problem {
         v_dim_(line.integer("v", qk_dim_)),
         sm_scale_(1.0f / std::sqrt(static_cast<float>(qk_dim_))) {
     read_lengths(line);
-    rules_ = is_decode_ ? read_decode_rules(line, heads_, query_start_loc_, random_)
-                        : read_rules(line, heads_, random_);
+    rules_ = is_decode_ ? read_decode_rules(ctx, line, heads_, query_start_loc_, random_)
+                        : read_rules(ctx, line, heads_, random_);
     const std::int64_t pad = line.integer("pad", 0, {0});
     const std::string cache = line.word("cache", name_of(line.dtype()), kv_format_names());
-    keys_ = make_cached_sequences({heads_format(cache, kv_heads_, qk_dim_),
+    keys_ = make_cached_sequences(ctx, {heads_format(cache, kv_heads_, qk_dim_),
                                    line.integer("block_size", 16), pad},
                                   {seq_lens_.begin(), seq_lens_.end()}, random_);
     for (std::size_t i = 0; i < seq_lens_.size(); ++i) keys_.hide_before(i, first_key(i));
-    values_ = keys_.beside(heads_format(cache, kv_heads_, v_dim_), pad);
+    values_ = keys_.beside(heads_format(cache, kv_heads_, v_dim_), pad, ctx);
     for (std::size_t i = 0; i < seq_lens_.size(); ++i) {
       keys_.fill(i, first_key(i), seq_lens_[i], random_);
       values_.fill(i, first_key(i), seq_lens_[i], random_);
     }
     tokens_ = query_start_loc_.back() + line.integer("padding", 0, {0});
-    q_ = normal_array({line.dtype(), {tokens_, heads_, qk_dim_}, pad}, random_, kScoreStddev);
-    out_ = poisoned_array({line.dtype_value("out", line.dtype()), {tokens_, heads_, v_dim_}, pad});
-    lse_ = poisoned_array({DType::f32, {heads_, tokens_}, pad});
+    q_ = normal_array(ctx, {line.dtype(), {tokens_, heads_, qk_dim_}, pad}, random_, kScoreStddev);
+    out_ = poisoned_array(
+        ctx, {line.dtype_value("out", line.dtype()), {tokens_, heads_, v_dim_}, pad});
+    if (has_lse(line)) lse_ = poisoned_array(ctx, {DType::f32, {heads_, tokens_}, pad});
     if (is_decode_) {
       plan_decode();
     } else {
       plan_prefill();
     }
+  }
+  void prepare() override {
+    if (!is_decode_) return;
+    prepared_ = Tensor::empty(DType::u8, {workspace_bytes(ctx_, decode_)}, ctx_.memory);
+    decode_.prepared = prepared_;
+    fovea::prepare(ctx_, decode_);
   }
   void run() override {
     if (is_decode_) {
@@ -165,6 +172,7 @@ class PagedProblem : public Problem {
   DecodeSchedule decode_schedule_;
   PrefillSchedule prefill_schedule_;
   AttentionDecodeParams decode_;
+  Tensor prepared_;
   AttentionPrefillParams prefill_;
 };
 

@@ -29,6 +29,8 @@ struct CheckResult {
 class Problem {
  public:
   virtual ~Problem() = default;
+  /// Once, where the plan shall be brought to the device before run() rather than by it.
+  virtual void prepare() {}
   /// One call of the op. The plan is made, and scratch reserved, on construction.
   virtual void run() = 0;
   virtual Work work() const = 0;

@@ -17,9 +17,9 @@ class RmsNormProblem : public Problem {
     const std::int64_t tokens = line.integer("tokens", 512, {0});
     const std::int64_t dim = line.integer("dim", 2048);
     const std::int64_t pad = line.integer("pad", 0, {0});
-    x_ = normal_array({line.dtype(), {tokens, dim}, pad}, random_, 3.0);
-    weight_ = normal_array({line.dtype(), {dim}}, random_);
-    out_ = poisoned_array({line.dtype(), {tokens, dim}, pad});
+    x_ = normal_array(ctx, {line.dtype(), {tokens, dim}, pad}, random_, 3.0);
+    weight_ = normal_array(ctx, {line.dtype(), {dim}}, random_);
+    out_ = poisoned_array(ctx, {line.dtype(), {tokens, dim}, pad});
   }
   void run() override {
     rms_norm(ctx_, {.x = x_.view, .weight = weight_.view, .out = out_.view, .eps = kEps});
@@ -54,22 +54,22 @@ class RopeProblem : public Problem {
     heads_ = line.integer("heads", 16);
     const std::int64_t dim = line.integer("dim", 64);
     is_interleaved_ = line.word("pairing", "neox", {"neox", "interleaved"}) == "interleaved";
-    x_ = normal_array({line.dtype(), {tokens, heads_, dim}, line.integer("pad", 0, {0})}, random_);
+    x_ = normal_array(ctx, {line.dtype(), {tokens, heads_, dim}, line.integer("pad", 0, {0})},
+                      random_);
     before_ = x_.values();
     RopeConfig config;
     config.dim = dim;
     config.theta = kTheta;
     config.max_position = kMaxPosition;
     config.pairing = is_interleaved_ ? RopePairing::interleaved : RopePairing::neox;
-    rotary_ = RotaryEmbedding(config);
+    rotary_ = RotaryEmbedding(config, ctx.memory);
     for (std::int64_t t = 0; t < tokens; ++t) {
       positions_.push_back(random_.integer(0, kMaxPosition - 1));
     }
+    position_rows_ = index_array(ctx, positions_);
   }
   void run() override {
-    rope(ctx_, {.x = x_.view,
-                .angles = rotary_.angles(TensorView::of(
-                    positions_.data(), {static_cast<std::int64_t>(positions_.size())}))});
+    rope(ctx_, {.x = x_.view, .angles = rotary_.angles(position_rows_)});
   }
   Work work() const override {
     const auto elements = static_cast<double>(x_.view.numel());
@@ -97,6 +97,7 @@ class RopeProblem : public Problem {
   std::vector<double> before_;
   RotaryEmbedding rotary_;
   std::vector<std::int64_t> positions_;
+  Tensor position_rows_;
 };
 
 class MergeStateProblem : public Problem {
@@ -112,11 +113,11 @@ class MergeStateProblem : public Problem {
     prefix_ = make_part(line.dtype(), pad, empty_percent / 100);
     suffix_ = make_part(line.dtype(), pad, empty_percent / 100);
     const std::string alias = line.word("alias", "none", {"none", "prefix", "suffix"});
-    result_ = {poisoned_array({line.dtype(), {tokens_, heads_, dim_}, pad}),
-               poisoned_array({DType::f32, {heads_, tokens_}, pad}),
+    result_ = {poisoned_array(ctx, {line.dtype(), {tokens_, heads_, dim_}, pad}),
+               poisoned_array(ctx, {DType::f32, {heads_, tokens_}, pad}),
                {}};
     if (line.integer("sinks", 0, {0, 1}) == 1) {
-      sinks_ = normal_array({DType::f32, {heads_}}, random_, 2.0);
+      sinks_ = normal_array(ctx, {DType::f32, {heads_}}, random_, 2.0);
     }
     const std::vector<double> sinks = sinks_.view ? sinks_.values() : std::vector<double>{};
     expected_ = oracle::merge(prefix_.expected, suffix_.expected, heads_, tokens_, dim_, sinks);
@@ -152,11 +153,11 @@ class MergeStateProblem : public Problem {
 
   /// Rows are empty with `empty_share`: lse -inf over an `out` of NaN that must not count.
   Part make_part(DType dtype, std::int64_t pad, double empty_share) {
-    Part part{normal_array({dtype, {tokens_, heads_, dim_}, pad}, random_),
-              normal_array({DType::f32, {heads_, tokens_}, pad}, random_, 3.0),
+    Part part{normal_array(ctx_, {dtype, {tokens_, heads_, dim_}, pad}, random_),
+              normal_array(ctx_, {DType::f32, {heads_, tokens_}, pad}, random_, 3.0),
               {}};
     part.expected = {part.out.values(), part.lse.values()};
-    const Array poison = poisoned_array({dtype, {dim_}});
+    const Array poison = poisoned_array(ctx_, {dtype, {dim_}});
     for (std::int64_t t = 0; t < tokens_; ++t) {
       for (std::int64_t n = 0; n < heads_; ++n) {
         if (!random_.chance(empty_share)) continue;

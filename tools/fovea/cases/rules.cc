@@ -73,21 +73,22 @@ double Rules::visible_pairs(std::int64_t begin, std::int64_t num_queries,
   return static_cast<double>(pairs);
 }
 
-Rules read_rules(const CaseLine& line, std::int64_t heads, Random& random) {
+Rules read_rules(const OpContext& ctx, const CaseLine& line, std::int64_t heads,
+                 Random& random) {
   Rules rules;
   rules.variant.causal = line.integer("causal", 1, {0, 1}) == 1;
   rules.variant.window_left = line.integer("window", -1, {-1});
   rules.variant.attention_chunk = line.integer("attention_chunk", 0, {0});
   rules.variant.soft_cap = static_cast<float>(line.integer("soft_cap", 0, {0}));
   if (line.integer("sinks", 0, {0, 1}) == 1) {
-    rules.sinks = normal_array({DType::f32, {heads}}, random, 2.0);
+    rules.sinks = normal_array(ctx, {DType::f32, {heads}}, random, 2.0);
   }
   return rules;
 }
 
-Rules read_decode_rules(const CaseLine& line, std::int64_t heads,
+Rules read_decode_rules(const OpContext& ctx, const CaseLine& line, std::int64_t heads,
                         const std::vector<std::int32_t>& query_start_loc, Random& random) {
-  Rules rules = read_rules(line, heads, random);
+  Rules rules = read_rules(ctx, line, heads, random);
   const std::string tree = line.word("tree", "none", {"none", "chain", "fork"});
   if (tree != "none") rules.draft_tree = make_tree(query_start_loc, tree == "fork");
   return rules;

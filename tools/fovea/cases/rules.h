@@ -28,10 +28,14 @@ struct Rules {
   double visible_pairs(std::int64_t begin, std::int64_t num_queries, std::int64_t num_keys) const;
 };
 
+/// `lse`: 0 leaves it out.
+inline bool has_lse(const CaseLine& line) { return line.integer("lse", 1, {0, 1}) == 1; }
+
 /// `causal`, `window`, `attention_chunk`, `soft_cap` and `sinks` of a line.
-Rules read_rules(const CaseLine& line, std::int64_t heads, Random& random);
+Rules read_rules(const OpContext& ctx, const CaseLine& line, std::int64_t heads,
+                 Random& random);
 /// The same and `tree`: none, chain, or fork, where token i is drafted behind token (i - 1) / 2.
-Rules read_decode_rules(const CaseLine& line, std::int64_t heads,
+Rules read_decode_rules(const OpContext& ctx, const CaseLine& line, std::int64_t heads,
                         const std::vector<std::int32_t>& query_start_loc, Random& random);
 
 }  // namespace fovea::cases

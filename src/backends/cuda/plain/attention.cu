@@ -1,6 +1,7 @@
 // The attention ops: each describes its operands for the one kernel.
 #include "backends/cuda/plain/attention.cuh"
 
+#include "backends/cuda/index_checks.h"
 #include "backends/cuda/plain/kernels.h"
 #include "backends/cuda/upload.h"
 #include "plan/extents.h"
@@ -9,6 +10,8 @@ namespace fovea::cuda::plain {
 namespace {
 
 constexpr std::int64_t kWordsPerRequest = sizeof(AttentionRequest) / sizeof(std::int32_t);
+
+constexpr std::int64_t kCheckedWords = 2;  ///< A request's, of check_lengths().
 
 /// Sizes of what a call uploads.
 struct ImageShape {
@@ -29,9 +32,10 @@ std::int64_t blocks_of(std::int64_t keys, const PagedKvCache& cache) {
 ImageShape image_of(const DecodeSchedule& schedule, const PagedKvCache& cache) {
   std::int64_t keys = 0;
   for (const std::int32_t seq_len : schedule.seq_lens) keys = std::max<std::int64_t>(keys, seq_len);
+  // A table that is on the device is read there; in its place are what check_lengths() writes.
   return {.requests = std::ssize(schedule.seq_lens),
           .tree = std::ssize(schedule.draft_tree),
-          .table_width = blocks_of(keys, cache)};
+          .table_width = schedule.device_seq_lens ? kCheckedWords : blocks_of(keys, cache)};
 }
 
 ImageShape image_of(const AttentionPrefillParams& p) {
@@ -44,12 +48,9 @@ ImageShape image_of(const AttentionPrefillParams& p) {
 template <class RequestOf>
 void upload(const OpContext& ctx, const ImageShape& shape, std::span<const std::uint64_t> tree,
             RequestOf request_of, const BlockTableView& blocks, std::int64_t block_size,
-            std::int32_t* memory, AttentionCall& call) {
+            std::int32_t* memory) {
   Upload image(memory, stream_of(ctx));
-  if (!tree.empty()) call.tree = reinterpret_cast<const std::uint64_t*>(image.next());
   for (const std::uint64_t entry : tree) image.put(entry);
-  call.requests = reinterpret_cast<const AttentionRequest*>(image.next());
-  call.num_requests = static_cast<std::int32_t>(shape.requests);
   for (std::int32_t r = 0; r < shape.requests; ++r) {
     const AttentionRequest q = request_of(r);
     for (const std::int32_t word : {q.query_begin, q.num_queries, q.num_keys, q.first_query,
@@ -57,8 +58,6 @@ void upload(const OpContext& ctx, const ImageShape& shape, std::span<const std::
       image.put(word);
     }
   }
-  call.table = image.next();
-  call.table_width = shape.table_width;
   for (std::int32_t r = 0; r < shape.requests && shape.table_width > 0; ++r) {
     // Entries past a request's keys are not read, here nor there.
     const std::int64_t used = (request_of(r).num_paged + block_size - 1) / block_size;
@@ -67,6 +66,16 @@ void upload(const OpContext& ctx, const ImageShape& shape, std::span<const std::
     }
   }
   image.send();
+}
+
+/// Where upload() has put them.
+void find(const ImageShape& shape, const std::int32_t* memory, AttentionCall& call) {
+  const std::int32_t* requests = memory + 2 * shape.tree;
+  if (shape.tree > 0) call.tree = reinterpret_cast<const std::uint64_t*>(memory);
+  call.requests = reinterpret_cast<const AttentionRequest*>(requests);
+  call.num_requests = static_cast<std::int32_t>(shape.requests);
+  call.table = requests + shape.requests * kWordsPerRequest;
+  call.table_width = shape.table_width;
 }
 
 /// Of any op: tokens is the number of query rows that belong to requests.
@@ -81,8 +90,9 @@ const char* declines(std::int64_t qk_dim, std::int64_t v_dim) {
 }
 
 /// Of the decode ops: all keys are in blocks.
-void run_decode(const OpContext& ctx, const DecodeSchedule& schedule, const BlockTableView& blocks,
-                const PagedKvCache& cache, AttentionCall call) {
+void upload_decode(const OpContext& ctx, const DecodeSchedule& schedule,
+                   const BlockTableView& blocks, const PagedKvCache& cache,
+                   const AttentionVariant& variant, std::byte* scratch) {
   const auto request_of = [&](std::int32_t r) {
     const SequenceExtent extent = extent_of(schedule, r);
     return AttentionRequest{
@@ -94,10 +104,33 @@ void run_decode(const OpContext& ctx, const DecodeSchedule& schedule, const Bloc
         .num_paged = static_cast<std::int32_t>(extent.num_queries > 0 ? extent.num_keys : 0),
         .first_row = 0};
   };
+  ImageShape shape = image_of(schedule, cache);
+  auto* const image = reinterpret_cast<std::int32_t*>(scratch);
+  if (schedule.device_seq_lens) {
+    if (ctx.device_fault) {
+      check_lengths(ctx, schedule, blocks, cache, variant,
+                    image + shape.words() - kCheckedWords * shape.requests);
+    }
+    shape.table_width = 0;
+  }
+  upload(ctx, shape, schedule.draft_tree, request_of, blocks, cache.block_size(), image);
+}
+
+void run_decode(const OpContext& ctx, const DecodeSchedule& schedule, const BlockTableView& blocks,
+                const PagedKvCache& cache, const TensorView& prepared, AttentionCall call) {
   const ImageShape shape = image_of(schedule, cache);
   WorkspaceScope scope(*ctx.workspace);
-  upload(ctx, shape, schedule.draft_tree, request_of, blocks, cache.block_size(),
-         scope.take<std::int32_t>(shape.words()), call);
+  auto* scratch = static_cast<std::byte*>(prepared.data);
+  if (scratch == nullptr) {
+    scratch = scope.take_bytes(shape.bytes());
+    upload_decode(ctx, schedule, blocks, cache, call.variant, scratch);
+  }
+  find(shape, reinterpret_cast<const std::int32_t*>(scratch), call);
+  if (schedule.device_seq_lens) {
+    call.seq_lens = ctx.device_fault ? call.table : schedule.device_seq_lens;
+    call.table = blocks.data;
+    call.table_width = blocks.stride;
+  }
   run(ctx, call, schedule.query_start_loc.back());
 }
 
@@ -111,8 +144,13 @@ std::int64_t attention_decode_scratch(const OpContext&, const AttentionDecodePar
   return image_of(*p.schedule, *p.kv.k_cache).bytes();
 }
 
+void attention_decode_prepare(const OpContext& ctx, const AttentionDecodeParams& p,
+                              std::byte* scratch) {
+  upload_decode(ctx, *p.schedule, p.kv.block_table, *p.kv.k_cache, p.variant, scratch);
+}
+
 void attention_decode(const OpContext& ctx, const AttentionDecodeParams& p) {
-  run_decode(ctx, *p.schedule, p.kv.block_table, *p.kv.k_cache,
+  run_decode(ctx, *p.schedule, p.kv.block_table, *p.kv.k_cache, p.prepared,
              {.q = p.q,
               .k_cache = CacheRows(*p.kv.k_cache, p.kv.num_kv_heads),
               .v_cache = CacheRows(*p.kv.v_cache, p.kv.num_kv_heads),
@@ -133,8 +171,12 @@ std::int64_t mla_decode_scratch(const OpContext&, const MlaDecodeParams& p) {
   return image_of(*p.schedule, *p.cache).bytes();
 }
 
+void mla_decode_prepare(const OpContext& ctx, const MlaDecodeParams& p, std::byte* scratch) {
+  upload_decode(ctx, *p.schedule, p.block_table, *p.cache, p.variant, scratch);
+}
+
 void mla_decode(const OpContext& ctx, const MlaDecodeParams& p) {
-  run_decode(ctx, *p.schedule, p.block_table, *p.cache,
+  run_decode(ctx, *p.schedule, p.block_table, *p.cache, p.prepared,
              {.q = p.q_latent,
               .q_pe = p.q_pe,
               .q_scale = p.q_latent.dtype == DType::f8e4m3fn ? p.q_scale : 1.f,
@@ -192,9 +234,10 @@ void attention_prefill(const OpContext& ctx, const AttentionPrefillParams& p) {
   };
   const ImageShape shape = image_of(p);
   WorkspaceScope scope(*ctx.workspace);
+  auto* const scratch = scope.take<std::int32_t>(shape.words());
   upload(ctx, shape, {}, request_of, p.paged.block_table,
-         is_paged ? p.paged.k_cache->block_size() : 1, scope.take<std::int32_t>(shape.words()),
-         call);
+         is_paged ? p.paged.k_cache->block_size() : 1, scratch);
+  find(shape, scratch, call);
   run(ctx, call, schedule.cu_seqlens_q.back());
 }
 

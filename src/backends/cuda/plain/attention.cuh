@@ -33,6 +33,8 @@ struct AttentionCall {
   float sm_scale = 0.f;
   const AttentionRequest* requests = nullptr;
   std::int32_t num_requests = 0;
+  /// Optional [num_requests]: the keys of requests, all of them in blocks, in place of theirs.
+  const std::int32_t* seq_lens = nullptr;
   const std::uint64_t* tree = nullptr;  ///< Optional, of all query rows.
   const std::int32_t* table = nullptr;  ///< [num_requests, table_width]
   std::int64_t table_width = 0;
@@ -61,6 +63,15 @@ __device__ inline std::int32_t request_of(const AttentionCall& call, std::int64_
   return low;
 }
 
+__device__ inline AttentionRequest request_at(const AttentionCall& call, std::int32_t r) {
+  AttentionRequest request = call.requests[r];
+  if (call.seq_lens) {
+    request.num_keys = request.num_paged = call.seq_lens[r];
+    request.first_query = request.num_keys - request.num_queries;
+  }
+  return request;
+}
+
 /// Key `key` of a request, for one key head.
 struct KeyPlace {
   const std::byte* k;  ///< Stored heads; null where they are rows.
@@ -70,7 +81,7 @@ struct KeyPlace {
 
 __device__ inline KeyPlace place_of(const AttentionCall& call, std::int32_t r, std::int64_t kv_head,
                                     std::int64_t key) {
-  const AttentionRequest& request = call.requests[r];
+  const AttentionRequest request = request_at(call, r);
   if (key >= request.num_paged) {
     return {nullptr, nullptr, request.first_row + key - request.num_paged};
   }
@@ -147,7 +158,7 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(AttentionCall call)
   const std::int64_t n = blockIdx.x % num_heads;
   const std::int64_t kv_head = n / (num_heads / call.num_kv_heads);
   const std::int32_t r = request_of(call, t);
-  const AttentionRequest& request = call.requests[r];
+  const AttentionRequest request = request_at(call, r);
   const SequenceExtent extent{.num_queries = request.num_queries,
                               .num_keys = request.num_keys,
                               .first_query = request.first_query,

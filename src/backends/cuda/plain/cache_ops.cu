@@ -1,6 +1,7 @@
 // Rows into a cache and out of it.
 #include <algorithm>
 
+#include "backends/cuda/index_checks.cuh"
 #include "backends/cuda/launch.h"
 #include "backends/cuda/plain/block.cuh"
 #include "backends/cuda/plain/kernels.h"
@@ -93,12 +94,17 @@ __device__ void encode_head(const HeadFormat& format, const Values& values, std:
   }
 }
 
+__device__ bool is_slot(DeviceFault* fault, std::int64_t t, std::int64_t slot,
+                        std::int64_t num_slots) {
+  return is_in_range(fault, DeviceFault::Argument::slot_mapping, t, slot, -1, num_slots);
+}
+
 /// A block per token.
 __global__ void kv_append_kernel(TensorView kv_c, TensorView k_pe, TensorView slot_mapping,
-                                 CacheRows cache) {
+                                 CacheRows cache, std::int64_t num_slots, DeviceFault* fault) {
   const std::int64_t t = blockIdx.x;
   const std::int64_t slot = load_index(slot_mapping, at(slot_mapping, t));
-  if (slot == -1) return;
+  if (slot == -1 || !is_slot(fault, t, slot, num_slots)) return;
   const std::int64_t latent = kv_c.shape[1];
   const auto value = [&](std::int64_t i) {
     return i < latent ? load(kv_c.data, kv_c.dtype, at(kv_c, t, i))
@@ -109,11 +115,12 @@ __global__ void kv_append_kernel(TensorView kv_c, TensorView k_pe, TensorView sl
 
 /// A block per token and head.
 __global__ void gqa_append_kernel(TensorView heads, TensorView slot_mapping, RopeAngles rope,
-                                  CacheRows cache) {
+                                  CacheRows cache, std::int64_t num_slots, DeviceFault* fault) {
   const std::int64_t t = blockIdx.x / heads.shape[1];
   const std::int64_t n = blockIdx.x % heads.shape[1];
   const std::int64_t slot = load_index(slot_mapping, at(slot_mapping, t));
-  if (slot == -1) return;
+  if (slot == -1 || !is_slot(fault, t, slot, num_slots)) return;
+  if (!has_positions(fault, rope, t)) return;
   const auto stored = [&](std::int64_t i) {
     return load(heads.data, heads.dtype, at(heads, t, n, i));
   };
@@ -166,15 +173,15 @@ __global__ void kv_gather_kernel(const __grid_constant__ Pieces pieces, CacheRow
 
 void kv_append(const OpContext& ctx, const KvAppendParams& p) {
   launch(ctx, p.kv_c.shape[0], kv_append_kernel, p.kv_c, p.k_pe, p.slot_mapping,
-         CacheRows(*p.cache, 1));
+         CacheRows(*p.cache, 1), p.cache->num_slots(), ctx.device_fault);
 }
 
 void gqa_append(const OpContext& ctx, const GqaAppendParams& p) {
   const std::int64_t heads = p.k.shape[1];
   launch(ctx, p.k.shape[0] * heads, gqa_append_kernel, p.k, p.slot_mapping, p.rope,
-         CacheRows(*p.k_cache, heads));
+         CacheRows(*p.k_cache, heads), p.k_cache->num_slots(), ctx.device_fault);
   launch(ctx, p.v.shape[0] * heads, gqa_append_kernel, p.v, p.slot_mapping, RopeAngles{},
-         CacheRows(*p.v_cache, heads));
+         CacheRows(*p.v_cache, heads), p.v_cache->num_slots(), ctx.device_fault);
 }
 
 void kv_gather(const OpContext& ctx, const KvGatherParams& p) {

@@ -6,6 +6,7 @@
 namespace fovea::cuda::plain {
 
 void rms_norm(const OpContext& ctx, const RmsNormParams& params);
+void add_residual(const OpContext& ctx, const AddResidualParams& params);
 void rope(const OpContext& ctx, const RopeParams& params);
 void kv_append(const OpContext& ctx, const KvAppendParams& params);
 void gqa_append(const OpContext& ctx, const GqaAppendParams& params);
@@ -22,8 +23,11 @@ void attention_prefill(const OpContext& ctx, const AttentionPrefillParams& param
 const char* attention_decode_declines(const AttentionDecodeParams& params);
 std::int64_t attention_decode_scratch(const OpContext& ctx, const AttentionDecodeParams& params);
 void attention_decode(const OpContext& ctx, const AttentionDecodeParams& params);
+void attention_decode_prepare(const OpContext& ctx, const AttentionDecodeParams& params,
+                              std::byte* scratch);
 const char* mla_decode_declines(const MlaDecodeParams& params);
 std::int64_t mla_decode_scratch(const OpContext& ctx, const MlaDecodeParams& params);
 void mla_decode(const OpContext& ctx, const MlaDecodeParams& params);
+void mla_decode_prepare(const OpContext& ctx, const MlaDecodeParams& params, std::byte* scratch);
 
 }  // namespace fovea::cuda::plain

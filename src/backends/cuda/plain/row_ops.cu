@@ -1,4 +1,5 @@
 // Norm, rotation, merge and padding.
+#include "backends/cuda/index_checks.cuh"
 #include "backends/cuda/launch.h"
 #include "backends/cuda/plain/block.cuh"
 #include "backends/cuda/plain/kernels.h"
@@ -26,9 +27,20 @@ __global__ void rms_norm_kernel(RmsNormParams p) {
   }
 }
 
+/// A block per row.
+__global__ void add_residual_kernel(AddResidualParams p) {
+  const std::int64_t t = blockIdx.x;
+  for (std::int64_t d = threadIdx.x; d < p.x.shape[1]; d += kThreads) {
+    const double x = load(p.x.data, p.x.dtype, at(p.x, t, d));
+    const double y = load(p.y.data, p.y.dtype, at(p.y, t, d));
+    store(p.x.data, p.x.dtype, at(p.x, t, d), static_cast<float>(x + double{p.scale} * y));
+  }
+}
+
 /// A block per token and head.
-__global__ void rope_kernel(RopeParams p) {
+__global__ void rope_kernel(RopeParams p, DeviceFault* fault) {
   const std::int64_t t = blockIdx.x / p.x.shape[1];
+  if (!has_positions(fault, p.angles, t)) return;
   const std::int64_t n = blockIdx.x % p.x.shape[1];
   for (std::int64_t pair = threadIdx.x; pair < p.x.shape[2] / 2; pair += kThreads) {
     const TurnedPair turned = turn_pair(p.angles, t, pair, p.x.dtype, [&](std::int64_t i) {
@@ -107,8 +119,12 @@ void rms_norm(const OpContext& ctx, const RmsNormParams& p) {
   launch(ctx, p.x.shape[0], rms_norm_kernel, p);
 }
 
+void add_residual(const OpContext& ctx, const AddResidualParams& p) {
+  launch(ctx, p.x.shape[0], add_residual_kernel, p);
+}
+
 void rope(const OpContext& ctx, const RopeParams& p) {
-  launch(ctx, p.x.shape[0] * p.x.shape[1], rope_kernel, p);
+  launch(ctx, p.x.shape[0] * p.x.shape[1], rope_kernel, p, ctx.device_fault);
 }
 
 void merge_state(const OpContext& ctx, const MergeStateParams& p) {

@@ -1,5 +1,7 @@
 #include "backends/cuda/sm90/attention_decode/op.h"
 
+#include <algorithm>
+
 #include "backends/cuda/launch.h"
 #include "backends/cuda/sm90/attention_decode/attention_decode.h"
 #include "backends/cuda/sm90/decode_image.h"
@@ -67,7 +69,7 @@ DecodeParams operands_of(const AttentionDecodeParams& p) {
   o.sm_scale = p.sm_scale;
   o.variant = p.variant;
   // Windows and chunks as long as every sequence hide nothing; longer ones may not fit.
-  const std::int32_t longest = DecodeImage(*p.schedule, p.kv.k_cache->block_size()).longest();
+  const std::int32_t longest = DecodeImage(*p.schedule, *p.kv.k_cache).longest();
   if (o.variant.window_left >= longest) o.variant.window_left = -1;
   if (o.variant.attention_chunk >= longest) o.variant.attention_chunk = 0;
   o.sinks = static_cast<const float*>(p.sinks.data);
@@ -89,22 +91,41 @@ const char* attention_decode_declines(const AttentionDecodeParams& p) {
 }
 
 std::int64_t attention_decode_scratch(const OpContext& ctx, const AttentionDecodeParams& p) {
-  const DecodeImage image(*p.schedule, p.kv.k_cache->block_size());
-  return Workspace::rounded(image.words() * std::int64_t{sizeof(std::int32_t)}) +
-         AlignedScratch::bytes(kernel_scratch(ctx, operands_of(p)));
+  DecodeParams operands = operands_of(p);
+  std::int64_t bytes = kernel_scratch(ctx, operands);
+  // Enough for heads of any format, which layers do not know when they size their workspace.
+  for (const HeadFormat format :
+       {HeadFormat::fp8_e4m3, HeadFormat::int8_per_token, HeadFormat::int4_per_token}) {
+    operands.format = format;
+    bytes = std::max(bytes, kernel_scratch(ctx, operands));
+  }
+  return DecodeImage(*p.schedule, *p.kv.k_cache).bytes(bytes);
+}
+
+void attention_decode_prepare(const OpContext& ctx, const AttentionDecodeParams& p,
+                              std::byte* memory) {
+  const CurrentDevice current(ctx.memory.device);
+  DecodeParams operands = operands_of(p);
+  const DecodeImage image(*p.schedule, *p.kv.k_cache);
+  image.send(ctx, p.kv.block_table, p.variant, memory);
+  image.find(ctx, p.kv.block_table, memory, operands);
+  check(attention_decode_sm90_plan(operands, image.kernel_memory(memory), stream_of(ctx)),
+        "plan of attention_decode");
 }
 
 void attention_decode(const OpContext& ctx, const AttentionDecodeParams& p) {
   const CurrentDevice current(ctx.memory.device);
   DecodeParams operands = operands_of(p);
-  const DecodeImage image(*p.schedule, p.kv.k_cache->block_size());
+  const DecodeImage image(*p.schedule, *p.kv.k_cache);
   WorkspaceScope scope(*ctx.workspace);
-  Upload upload(scope.take<std::int32_t>(image.words()), stream_of(ctx));
-  image.send(p.kv.block_table, upload, operands);
-  void* const workspace = AlignedScratch::take(scope, kernel_scratch(ctx, operands));
-  check(attention_decode_sm90_plan(operands, workspace, stream_of(ctx)),
-        "plan of attention_decode");
-  check(attention_decode_sm90(operands, workspace, stream_of(ctx)), "attention_decode");
+  auto* memory = static_cast<std::byte*>(p.prepared.data);
+  if (memory == nullptr) {
+    memory = scope.take_bytes(image.bytes(kernel_scratch(ctx, operands)));
+    attention_decode_prepare(ctx, p, memory);
+  }
+  image.find(ctx, p.kv.block_table, memory, operands);
+  check(attention_decode_sm90(operands, image.kernel_memory(memory), stream_of(ctx)),
+        "attention_decode");
 }
 
 }  // namespace fovea::cuda::sm90

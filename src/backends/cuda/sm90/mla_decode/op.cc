@@ -1,5 +1,7 @@
 #include "backends/cuda/sm90/mla_decode/op.h"
 
+#include <algorithm>
+
 #include "backends/cuda/launch.h"
 #include "backends/cuda/sm90/decode_image.h"
 #include "backends/cuda/sm90/mla_decode/mla_decode.h"
@@ -77,7 +79,7 @@ Operands operands_of(const fovea::MlaDecodeParams& p) {
   o.causal = p.variant.causal;
   // A window as long as every sequence hides nothing; longer ones may not fit.
   const bool hides =
-      p.variant.window_left < DecodeImage(*p.schedule, cache.block_size()).longest();
+      p.variant.window_left < DecodeImage(*p.schedule, cache).longest();
   o.window_left = hides ? static_cast<std::int32_t>(p.variant.window_left) : -1;
   o.sinks = static_cast<const float*>(p.sinks.data);
   return o;
@@ -102,24 +104,42 @@ const char* mla_decode_declines(const fovea::MlaDecodeParams& p) {
   return reason ? reason : mla_decode_sm90_declines(operands_of(p));
 }
 
+/// Enough for rows of any format, which layers do not know when they size their workspace.
 std::int64_t mla_decode_scratch(const OpContext& ctx, const fovea::MlaDecodeParams& p) {
-  const DecodeImage image(*p.schedule, p.cache->block_size());
-  return Workspace::rounded(image.words() * std::int64_t{sizeof(std::int32_t)}) +
-         AlignedScratch::bytes(Scratch(ctx, operands_of(p)).kernel_bytes);
+  Operands operands = operands_of(p);
+  std::int64_t bytes = 0;
+  for (const CacheFormat format : {CacheFormat::dense, CacheFormat::int8_per_token}) {
+    operands.cache_format = format;
+    bytes = std::max(bytes, Scratch(ctx, operands).kernel_bytes);
+  }
+  return DecodeImage(*p.schedule, *p.cache).bytes(bytes);
+}
+
+void mla_decode_prepare(const OpContext& ctx, const fovea::MlaDecodeParams& p, std::byte* memory) {
+  const CurrentDevice current(ctx.memory.device);
+  Operands operands = operands_of(p);
+  const DecodeImage image(*p.schedule, *p.cache);
+  image.send(ctx, p.block_table, p.variant, memory);
+  image.find(ctx, p.block_table, memory, operands);
+  check(mla_decode_sm90_plan(operands, Scratch(ctx, operands).geometry,
+                             image.kernel_memory(memory), stream_of(ctx)),
+        "plan of mla_decode");
 }
 
 void mla_decode(const OpContext& ctx, const fovea::MlaDecodeParams& p) {
   const CurrentDevice current(ctx.memory.device);
   Operands operands = operands_of(p);
   const Scratch scratch(ctx, operands);
-  const DecodeImage image(*p.schedule, p.cache->block_size());
+  const DecodeImage image(*p.schedule, *p.cache);
   WorkspaceScope scope(*ctx.workspace);
-  Upload upload(scope.take<std::int32_t>(image.words()), stream_of(ctx));
-  image.send(p.block_table, upload, operands);
-  void* const workspace = AlignedScratch::take(scope, scratch.kernel_bytes);
-  check(mla_decode_sm90_plan(operands, scratch.geometry, workspace, stream_of(ctx)),
-        "plan of mla_decode");
-  check(mla_decode_sm90(operands, scratch.geometry, workspace, stream_of(ctx)), "mla_decode");
+  auto* memory = static_cast<std::byte*>(p.prepared.data);
+  if (memory == nullptr) {
+    memory = scope.take_bytes(image.bytes(scratch.kernel_bytes));
+    mla_decode_prepare(ctx, p, memory);
+  }
+  image.find(ctx, p.block_table, memory, operands);
+  check(mla_decode_sm90(operands, scratch.geometry, image.kernel_memory(memory), stream_of(ctx)),
+        "mla_decode");
 }
 
 }  // namespace fovea::cuda::sm90

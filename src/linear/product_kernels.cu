@@ -1,8 +1,9 @@
-#include "linear/codes_on_device.h"
+#include "linear/product_kernels.h"
 
 #include <limits>
 
 #include "core/cuda_device.h"
+#include "linear/lora.h"
 #include "quant/codes.h"
 
 namespace fovea::cuda {
@@ -56,6 +57,52 @@ __global__ void round_kernel(TensorView x, std::int64_t group, T* rounded) {
   }
 }
 
+/// A block per row; bits are copied.
+template <class T>
+__global__ void fill_kernel(const T* bias, T* out, std::int64_t stride, std::int64_t columns) {
+  T* const row = out + blockIdx.x * stride;
+  for (std::int64_t m = threadIdx.x; m < columns; m += kThreads) row[m] = bias[m];
+}
+
+/// Element [d] of column c of panels of `depth`, see PanelProduct.
+__device__ float panel_element(const float* panels, std::int64_t depth, std::int64_t c,
+                               std::int64_t d) {
+  return panels[(c / kPanelColumns * depth + d) * kPanelColumns + c % kPanelColumns];
+}
+
+/// A block per token; `low` are the values between A and B, a warp for each in turn.
+template <class T>
+__global__ void low_rank_kernel(LoraOnDevice lora, TensorView x, TensorView ids, TensorView out) {
+  extern __shared__ float low[];
+  const std::int64_t t = blockIdx.x;
+  const std::int32_t id = static_cast<const std::int32_t*>(ids.data)[t * ids.strides[0]];
+  if (id < 0 || id >= lora.num_adapters) return;
+  const LoraOnDevice::Adapter adapter = lora.adapters[id];
+  const T* const from = static_cast<const T*>(x.data) + t * x.strides[0];
+  T* const to = static_cast<T*>(out.data) + t * out.strides[0];
+  const int lane = threadIdx.x % 32;
+  for (std::int64_t r = threadIdx.x / 32; r < adapter.rank; r += kThreads / 32) {
+    float sum = 0.f;
+    for (std::int64_t d = lane; d < x.shape[1]; d += 32) {
+      sum += widen(from[d]) * panel_element(adapter.a, x.shape[1], r, d);
+    }
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if (lane == 0) low[r] = sum;
+  }
+  __syncthreads();
+  for (std::int64_t u = 0; u < adapter.num_updates; ++u) {
+    const LoraOnDevice::Update update = lora.updates[adapter.first_update + u];
+    for (std::int64_t c = threadIdx.x; c < update.columns; c += kThreads) {
+      float sum = 0.f;
+      for (std::int64_t r = 0; r < update.rank; ++r) {
+        sum += low[update.first_rank + r] * panel_element(update.b, update.rank, c, r);
+      }
+      T& element = to[update.first_column + c];
+      element = narrow<T>(widen(element) + sum);
+    }
+  }
+}
+
 unsigned grid_of(std::int64_t blocks) {
   FOVEA_CHECK(blocks <= std::numeric_limits<std::int32_t>::max(), unsupported,
               "{} rows and heads are more than a launch takes, 2^31 - 1", blocks);
@@ -95,4 +142,27 @@ void round_to_fp8(const TensorView& x, std::int64_t group, const TensorView& rou
   check(cudaGetLastError(), "round_to_fp8");
 }
 
+void fill_rows(const TensorView& bias, const TensorView& out, cudaStream_t stream) {
+  with_type(out.dtype, [&]<class T>(T) {
+    fill_kernel<<<grid_of(out.shape[0]), kThreads, 0, stream>>>(
+        static_cast<const T*>(bias.data), static_cast<T*>(out.data), out.strides[0], out.shape[1]);
+  });
+  check(cudaGetLastError(), "fill_rows");
+}
+
 }  // namespace fovea::cuda
+
+namespace fovea {
+
+void add_low_rank(const ExecutionContext& ctx, const LoraOnDevice& lora, const TensorView& x,
+                  const TensorView& ids, const TensorView& out) {
+  const cuda::CurrentDevice current(ctx.memory.device);
+  const auto shared = static_cast<std::size_t>(lora.max_rank) * sizeof(float);
+  cuda::with_type(x.dtype, [&]<class T>(T) {
+    cuda::low_rank_kernel<T><<<cuda::grid_of(x.shape[0]), cuda::kThreads, shared,
+                               cuda::stream_of(ctx)>>>(lora, x, ids, out);
+  });
+  cuda::check(cudaGetLastError(), "add_low_rank");
+}
+
+}  // namespace fovea

@@ -1,4 +1,4 @@
-// Codes of weights and inputs on a GPU, on their way into a product.
+// What a GPU does beside a product: codes of weights and inputs, bias, low-rank updates.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -23,5 +23,8 @@ void decode_codes(const DeviceCodes& codes, const TensorView& values, cudaStream
 /// code, rounded to the dtype.
 void round_to_fp8(const TensorView& x, std::int64_t group, const TensorView& rounded,
                   cudaStream_t stream);
+
+/// Rows of out [T, M], unit innermost stride, become bias [M], of the same dtype.
+void fill_rows(const TensorView& bias, const TensorView& out, cudaStream_t stream);
 
 }  // namespace fovea::cuda
