@@ -23,7 +23,8 @@ LIBRARY = [
     "tests/mutation/reference_only.cc",
 ]
 LAYERS = ["src/layers/*.cc", "src/linear/*.cc"]
-LEFT_OUT = ["src/linear/onednn.cc", "src/linear/openmp_thread_pool.cc"]
+LEFT_OUT = ["src/linear/onednn.cc", "src/linear/openmp_thread_pool.cc",
+            "src/linear/cublaslt.cc", "src/linear/cublaslt_library.cc"]
 # Of the cases over backends, those of f32 and of one small dtype.
 OPS_FILTER = "*reference_f32:*reference_bf16"
 # From the quickest to build and run on: (name, sources, filter of cases).
