@@ -91,7 +91,10 @@ TEST_F(RuntimeTest, AForcedInstructionSetIsTheOneThatRuns) {
       EXPECT_EQ(runtime.isa(), isa);
       for (const ImplementationChoice& choice : explain_implementations(runtime, DType::bf16)) {
         if (!choice.reason.empty()) continue;
-        EXPECT_EQ(choice.implementation, std::string("cpu/") + isa);
+        // Additions wait for memory, whatever the instruction set: the reference's loops serve.
+        const std::string wanted =
+            choice.op == "add_residual" ? "reference/plain" : std::string("cpu/") + isa;
+        EXPECT_EQ(choice.implementation, wanted);
       }
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::unsupported);

@@ -21,9 +21,10 @@ TEST_P(Availability, EveryOpHasOneImplementationThatRuns) {
     }
     EXPECT_EQ(ops, running);
     EXPECT_EQ(ops,
-              (std::vector<std::string>{"rms_norm", "rope", "kv_append", "gqa_append", "kv_gather",
-                                        "attention_prefill", "attention_decode", "quantize_query",
-                                        "mla_decode", "merge_state", "quantize_output"}));
+              (std::vector<std::string>{"rms_norm", "add_residual", "rope", "kv_append", "gqa_append",
+                                        "kv_gather", "attention_prefill", "attention_decode",
+                                        "quantize_query", "mla_decode", "merge_state",
+                                        "quantize_output"}));
   }
 }
 

@@ -232,7 +232,7 @@ TEST(Cases, CountOnlyVisiblePairs) {
                            "x f32 attention_chunk=3", "x f32 window=3 attention_chunk=4"}) {
     SCOPED_TRACE(line);
     Random random(1);
-    const Rules rules = read_rules(CaseLine::parse(line), 1, random);
+    const Rules rules = read_rules(OpContext{}, CaseLine::parse(line), 1, random);
     for (std::int64_t queries = 0; queries < 7; ++queries) {
       for (std::int64_t keys = 0; keys < 12; ++keys) {
         EXPECT_EQ(rules.visible_pairs(0, queries, keys), counted_pairs(rules, queries, keys))
@@ -243,7 +243,7 @@ TEST(Cases, CountOnlyVisiblePairs) {
   for (const char* line : {"x f32 tree=chain", "x f32 tree=fork", "x f32 tree=fork window=2"}) {
     SCOPED_TRACE(line);
     Random random(1);
-    const Rules rules = read_decode_rules(CaseLine::parse(line), 1, {0, 7}, random);
+    const Rules rules = read_decode_rules(OpContext{}, CaseLine::parse(line), 1, {0, 7}, random);
     for (std::int64_t keys = 7; keys < 12; ++keys) {
       EXPECT_EQ(rules.visible_pairs(0, 7, keys), counted_pairs(rules, 7, keys)) << keys;
     }

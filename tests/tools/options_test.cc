@@ -80,7 +80,7 @@ INSTANTIATE_TEST_SUITE_P(
                  "mla_decode f32 heads=1 kv=64 q=0"},
                 {"--require-percent", "q=0' has no work"}},
         Refusal{{"bench", "--suite", "/no/such/suite"},
-                {"--suite", "attention, cpu, grouped, kv_formats, rows"}},
+                {"--suite", "attention, cpu, cuda, grouped, kv_formats, rows"}},
         Refusal{{"bench", "--seconds", "soon"}, {"--seconds", "was 'soon'"}},
         Refusal{{"plan"}, {"--query-lens", "was empty"}},
         Refusal{{"plan", "--query-lens", "1,,2", "--context-lens", "1,1,1"},
