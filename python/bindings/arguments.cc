@@ -24,10 +24,16 @@ bool is_sequence(nb::handle object) {
 }
 
 std::int64_t to_integer(nb::handle item, const char* name) {
-  std::int64_t value = 0;
-  if (!nb::try_cast(item, value, false)) {
+  const nb::object index = nb::steal(PyNumber_Index(item.ptr()));  // NumPy's integers too.
+  if (!index.is_valid()) {
+    PyErr_Clear();
     throw nb::type_error(
         (std::string(name) + " holds a " + name_of_type(item) + "; it must hold integers").c_str());
+  }
+  std::int64_t value = 0;
+  if (!nb::try_cast(index, value, false)) {
+    throw Error(ErrorCode::invalid_argument,
+                std::string(name) + " holds an integer that does not fit 64 bits");
   }
   return value;
 }

@@ -65,7 +65,9 @@ KvCache::KvCache(const KvFormat& format, std::int64_t num_blocks, std::int64_t b
                                     {.num_blocks = num_blocks, .block_size = block_size})) {}
 
 KvCache::KvCache(nb::object storage, const KvFormat& format)
-    : object_(std::move(storage)),
+    // Torch may give a tensor other memory, as a module's `to` does: a second one keeps this.
+    : object_(nb::hasattr(storage, "detach") ? nb::object(storage.attr("detach")())
+                                             : std::move(storage)),
       storage_(import_tensor(object_, "storage", Access::read)),
       cache_(view_as_cache(storage_.view, format, "storage")) {}
 

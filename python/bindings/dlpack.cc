@@ -15,7 +15,7 @@ namespace {
 using DlTensor = nb::dlpack::dltensor;
 
 // DLPack's C types (dlpack.h 1.x, github.com/dmlc/dlpack), as far as they are read here.
-constexpr int kDlCpu = 1, kDlCuda = 2, kDlCudaHost = 3;
+constexpr int kDlCpu = 1, kDlCuda = 2, kDlCudaHost = 3, kDlCudaManaged = 13;
 constexpr std::uint32_t kDlMajorVersion = 1;
 constexpr std::uint64_t kDlReadOnly = 1;
 
@@ -102,15 +102,16 @@ std::optional<DType> dtype_of_numpy(const std::string& name) {
                            .c_str());
 }
 
-/// An address for arrays without elements, whose own is often null.
-void* address_of_nothing() {
+/// Gives arrays without elements an address: their own is often null, as that of an absent view.
+void give_address(TensorView& view) {
   alignas(64) static char nothing[64];
-  return nothing;
+  if (view.numel() == 0 || !view.data) view.data = nothing;
 }
 
 TensorView view_of(const DlTensor& tensor, nb::handle object, const char* name) {
   const int device_type = tensor.device.device_type;
-  if (device_type != kDlCpu && device_type != kDlCudaHost && device_type != kDlCuda) {
+  const bool on_gpu = device_type == kDlCuda || device_type == kDlCudaManaged;
+  if (device_type != kDlCpu && device_type != kDlCudaHost && !on_gpu) {
     fail(ErrorCode::unsupported, std::string(name) + " is on a device of DLPack type " +
                                      std::to_string(device_type) +
                                      "; fovea computes on CPUs and NVIDIA GPUs: pass a copy there");
@@ -125,7 +126,7 @@ TensorView view_of(const DlTensor& tensor, nb::handle object, const char* name) 
   const std::span<const std::int64_t> shape(tensor.shape, static_cast<std::size_t>(tensor.ndim));
   TensorView view = TensorView::contiguous(
       static_cast<char*>(tensor.data) + tensor.byte_offset, *dtype, shape);
-  if (device_type == kDlCuda) view.device = {Device::Type::cuda, tensor.device.device_id};
+  if (on_gpu) view.device = {Device::Type::cuda, tensor.device.device_id};
   for (std::size_t d = 0; tensor.strides && d < shape.size(); ++d) {
     view.strides[d] = tensor.strides[d];
   }
@@ -161,10 +162,19 @@ const DlExchangeApi* exchange_api(nb::handle type) {
                            .c_str());
 }
 
+/// Torch's views that stand for the negative of what is stored.
+void refuse_negative(nb::handle object, const char* name) {
+  const nb::object is_neg = nb::getattr(object, "is_neg", nb::none());
+  if (is_neg.is_none() || !nb::cast<bool>(is_neg())) return;
+  fail(ErrorCode::invalid_argument, std::string(name) + " has its negative bit set: its elements "
+                                    "are not what is stored; pass resolve_neg() of it");
+}
+
 /// Nothing where the tensor lies on a GPU and its library works on another stream than `stream`:
 /// this way of importing does not order their work.
 std::optional<ImportedTensor> from_exchange_api(const DlExchangeApi& api, nb::handle object,
                                                 const char* name, std::optional<void*> stream) {
+  refuse_negative(object, name);
   DlTensor tensor{};
   if (api.tensor_from_object(object.ptr(), &tensor) != 0) refuse_export(object, name);
   ImportedTensor imported{view_of(tensor, object, name), {}};
@@ -182,6 +192,15 @@ ImportedTensor from_array_interface(nb::handle object, const char* name) {
   const std::optional<DType> dtype =
       dtype_of_numpy(text_of(object.attr("dtype").attr("name")));
   if (!dtype) refuse_dtype(object, name);
+  if (!nb::cast<bool>(object.attr("dtype").attr("isnative"))) {
+    fail(ErrorCode::invalid_argument,
+         std::string(name) + " has swapped bytes; they must be in this machine's order");
+  }
+  if (nb::hasattr(object, "mask")) {
+    throw nb::type_error((std::string(name) + " is a " + name_of_type(object) +
+                          ", whose mask would be lost; pass filled() of it")
+                             .c_str());
+  }
   const nb::dict interface = nb::cast<nb::dict>(object.attr("__array_interface__"));
   const nb::tuple data = nb::cast<nb::tuple>(interface["data"]);
   const nb::tuple extents = nb::cast<nb::tuple>(interface["shape"]);
@@ -196,6 +215,11 @@ ImportedTensor from_array_interface(nb::handle object, const char* name) {
   TensorView view = TensorView::contiguous(
       reinterpret_cast<void*>(nb::cast<std::uintptr_t>(data[0])), *dtype,
       std::span<const std::int64_t>(shape.data(), extents.size()));
+  if (reinterpret_cast<std::uintptr_t>(view.data) %
+          static_cast<std::uintptr_t>(bytes_of(*dtype, 1)) !=
+      0) {
+    fail(ErrorCode::invalid_argument, std::string(name) + " is not aligned to its elements");
+  }
   const nb::object strides = interface["strides"];
   if (!strides.is_none()) {
     const std::int64_t bytes = bytes_of(*dtype, 1);
@@ -215,6 +239,7 @@ ImportedTensor from_array_interface(nb::handle object, const char* name) {
 
 /// What __dlpack__(**options) gives, which is asked for version 1 of DLPack where it knows that.
 ImportedTensor from_dlpack(nb::handle object, const char* name, nb::dict options) {
+  refuse_negative(object, name);
   const nb::object export_tensor = object.attr("__dlpack__");
   nb::dict versioned;
   versioned.update(options);
@@ -241,7 +266,8 @@ ImportedTensor from_dlpack(nb::handle object, const char* name, nb::dict options
 ImportedTensor from_dlpack_on(nb::handle object, const char* name, void* stream) {
   nb::dict options;
   const nb::object device = nb::getattr(object, "__dlpack_device__", nb::none());
-  if (!device.is_none() && nb::cast<int>(nb::int_(device()[0])) == kDlCuda) {
+  const int type = device.is_none() ? kDlCpu : nb::cast<int>(nb::int_(device()[0]));
+  if (type == kDlCuda || type == kDlCudaManaged) {
     // DLPack's number of the default stream is 1.
     options["stream"] = stream ? reinterpret_cast<std::uintptr_t>(stream) : std::uintptr_t{1};
   }
@@ -249,6 +275,26 @@ ImportedTensor from_dlpack_on(nb::handle object, const char* name, void* stream)
   imported.stream = stream;
   return imported;
 }
+
+/// By the protocols of Python.
+ImportedTensor import_slowly(nb::handle object, const char* name, std::optional<void*> stream) {
+  ImportedTensor imported;
+  if (nb::hasattr(object, "__array_interface__") && nb::hasattr(object, "dtype")) {
+    imported = from_array_interface(object, name);
+  } else if (nb::hasattr(object, "__dlpack__")) {
+    imported = from_dlpack_on(object, name, stream.value_or(nullptr));
+  } else {
+    throw nb::type_error((std::string(name) + " is a " + name_of_type(object) +
+                          "; it must be a tensor of torch, NumPy, JAX or another library with "
+                          "__dlpack__")
+                             .c_str());
+  }
+  give_address(imported.view);
+  return imported;
+}
+
+/// JAX's arrays, which their export does not say.
+bool is_immutable(nb::handle object) { return name_of_type(object).starts_with("jax"); }
 
 }  // namespace
 
@@ -268,27 +314,20 @@ ImportedTensor copy_to_host(nb::handle object, const char* name) {
 
 ImportedTensor import_tensor(nb::handle object, const char* name, Access access,
                              std::optional<void*> stream) {
-  ImportedTensor imported;
-  std::optional<ImportedTensor> fast;
   if (const DlExchangeApi* api = exchange_api(object.type())) {
-    fast = from_exchange_api(*api, object, name, stream);
+    if (auto imported = from_exchange_api(*api, object, name, stream)) {
+      give_address(imported->view);
+      return *std::move(imported);
+    }
   }
-  if (fast) {
-    imported = *std::move(fast);
-  } else if (nb::hasattr(object, "__array_interface__") && nb::hasattr(object, "dtype")) {
-    imported = from_array_interface(object, name);
-  } else if (nb::hasattr(object, "__dlpack__")) {
-    imported = from_dlpack_on(object, name, stream.value_or(nullptr));
-  } else {
-    throw nb::type_error((std::string(name) + " is a " + name_of_type(object) +
-                          "; it must be a tensor of torch, NumPy, JAX or another library with "
-                          "__dlpack__")
-                             .c_str());
+  ImportedTensor imported = import_slowly(object, name, stream);
+  if (access == Access::write && is_immutable(object)) {
+    fail(ErrorCode::invalid_argument, std::string(name) + " is a " + name_of_type(object) +
+                                          ", which never changes; it is written to");
   }
   if (access == Access::write && imported.read_only) {
     fail(ErrorCode::invalid_argument, std::string(name) + " is read-only; it is written to");
   }
-  if (imported.view.numel() == 0 || !imported.view.data) imported.view.data = address_of_nothing();
   return imported;
 }
 

@@ -26,7 +26,7 @@ struct ImportedTensor {
 /// that they are not taken for absent ones. On a GPU the elements are ready for what is queued on
 /// `stream`; without one on the stream that the tensor's library works on just now, or on the
 /// default stream where it does not say. Throws TypeError on what is no tensor or has a dtype
-/// that fovea lacks, ValueError on what is read-only or has too many dimensions,
+/// that fovea lacks, ValueError on what is read-only, misaligned or has too many dimensions,
 /// Error(unsupported) on devices other than CPUs and NVIDIA GPUs; all name the argument.
 ImportedTensor import_tensor(nb::handle object, const char* name, Access access,
                              std::optional<void*> stream = {});

@@ -29,7 +29,7 @@ class Sequence:
         Raises:
             ValueError: the pool lacks the blocks, or shapes or dtypes do not fit. Nothing changes.
         """
-        end = self._length + len(first)
+        end, capacity = self._length + len(first), self._table.capacity
         try:
             slots = slots_beside(first, self.reserve(end))
             if self._cache.is_latent:
@@ -38,18 +38,22 @@ class Sequence:
                 _core.gqa_append(runtime, first, second, slots, self._cache.keys,
                                  self._cache.values)
         except Exception:
-            self._table.shrink_to(self._length)
+            self._table.shrink_to(capacity)
             raise
         self._length = end
 
     def reserve(self, length):
         """Makes room for `length` tokens, without storing any: slot ids of those that are new."""
-        pool = self._cache.pool
+        pool, capacity = self._cache.pool, self._table.capacity
         if not self._table.grow_to(length):
             raise ValueError(f"{length} tokens need more blocks than are free: {pool.num_free} of "
                              f"{pool.num_blocks}, of {pool.block_size} tokens each")
         if length > self._length:
-            copy = self._table.make_writable(self._length)
+            try:
+                copy = self._table.make_writable(self._length)
+            except Exception:
+                self._table.shrink_to(capacity)
+                raise
             if copy is not None:
                 for rows in self._cache.parts:
                     rows.copy_block(*copy)
@@ -71,7 +75,9 @@ class Sequence:
 
     def fork(self):
         """A second sequence with the same tokens; blocks are copied where one of both appends."""
-        return Sequence(self._cache, self._table.fork(), self._length)
+        table = self._table.fork()
+        table.shrink_to(self._length)  # Of room that was reserved each has its own.
+        return Sequence(self._cache, table, self._length)
 
     def close(self):
         """Gives all blocks back."""
@@ -187,9 +193,12 @@ class PagedKvCache:
         if {(part.num_blocks, part.block_size) for part in parts} != {
                 (parts[0].num_blocks, self.block_size)}:
             raise ValueError("all storages must have equally many blocks, of the old size")
-        self.pool.grow(parts[0].num_blocks)
         for storage, old in zip(storages, self._storages):
+            if storage.dtype != old.dtype or storage.shape[1:] != old.shape[1:]:
+                raise ValueError(f"a storage is {storage.dtype}{tuple(storage.shape)}; it must be "
+                                 f"{old.dtype}{tuple(old.shape)} but for more blocks")
             storage[:len(old)] = old
+        self.pool.grow(parts[0].num_blocks)
         self.parts, self._storages = parts, storages
 
     def new_sequence(self):

@@ -41,7 +41,7 @@ class MlaLayer(_core.MlaLayer):
         rows = cache.rows if isinstance(cache, PagedKvCache) else cache
         _core.run_mla_layer(self, runtime, hidden, result, plan, rows, block_table, slot_mapping,
                             positions)
-        return result_of(hidden, result)
+        return result_of(hidden, result) if out is None else out
 
 
 class AttentionLayer(_core.AttentionLayer):
@@ -68,4 +68,4 @@ class AttentionLayer(_core.AttentionLayer):
         keys, values = _heads_of(cache)
         _core.run_attention_layer(self, runtime, hidden, result, plan, keys, values, block_table,
                                   slot_mapping, positions)
-        return result_of(hidden, result)
+        return result_of(hidden, result) if out is None else out

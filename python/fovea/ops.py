@@ -49,8 +49,12 @@ def _attention_results(like, out, lse, return_lse, shape, dtype=None):
     return out, lse
 
 
-def _returned(like, out, lse):
-    return result_of(like, out) if lse is None else (result_of(like, out), result_of(like, lse))
+def _returned(like, result, result_lse, out, lse):
+    """What was given as it is, what was made in the library of `like`."""
+    first = result_of(like, result) if out is None else out
+    if result_lse is None:
+        return first
+    return first, result_of(like, result_lse) if lse is None else lse
 
 
 def mla_decode(q_latent, q_pe, cache, block_table, seq_lens=None, *, sm_scale,
@@ -78,7 +82,7 @@ def mla_decode(q_latent, q_pe, cache, block_table, seq_lens=None, *, sm_scale,
     _core.mla_decode(runtime, q_latent, q_pe, _rows_of(cache), block_table, query_start_loc,
                      seq_lens, plan, causal, window_left, attention_chunk, soft_cap, sm_scale,
                      sinks, q_scale, result, result_lse)
-    return _returned(q_latent, result, result_lse)
+    return _returned(q_latent, result, result_lse, out, lse)
 
 
 def attention_decode(q, cache, block_table, seq_lens=None, *, sm_scale=None, query_start_loc=None,
@@ -101,7 +105,7 @@ def attention_decode(q, cache, block_table, seq_lens=None, *, sm_scale=None, que
     _core.attention_decode(runtime, q, keys, values, block_table, query_start_loc, seq_lens, plan,
                            causal, window_left, attention_chunk, soft_cap, sm_scale, sinks, result,
                            result_lse)
-    return _returned(q, result, result_lse)
+    return _returned(q, result, result_lse, out, lse)
 
 
 def attention_prefill(q, k=None, v=None, cu_seqlens_q=None, cu_seqlens_k=None, *, k_pe=None,
@@ -130,17 +134,17 @@ def attention_prefill(q, k=None, v=None, cu_seqlens_q=None, cu_seqlens_k=None, *
     if v is None and values is None:
         raise ValueError("k and v are None; keys and values must come from them or from cache")
     width = _value_width(values) if v is None else shape_of(v, "v", 3)[2]
-    if cu_seqlens_k is None:
+    if cu_seqlens_k is None and plan is None:
+        if cache is not None:
+            raise ValueError("cu_seqlens_k is None; with a cache it must say each request's keys")
         cu_seqlens_k = [0, v.shape[0]] if cu_seqlens_q is None and v is not None else cu_seqlens_q
     if cu_seqlens_q is None:
         cu_seqlens_q = [0, tokens]
-    if cu_seqlens_k is None and plan is None:
-        raise ValueError("cu_seqlens_k is None; with a cache alone it must say each request's keys")
     result, result_lse = _attention_results(q, out, lse, return_lse, (tokens, heads, width))
     _core.attention_prefill(runtime, q, k, k_pe, v, keys, values, block_table, cu_seqlens_q,
                             cu_seqlens_k, plan, causal, window_left, attention_chunk, soft_cap,
                             sm_scale, sinks, result, result_lse)
-    return _returned(q, result, result_lse)
+    return _returned(q, result, result_lse, out, lse)
 
 
 def merge_state(prefix_out, prefix_lse, suffix_out, suffix_lse, *, sinks=None, out=None, lse=None,
@@ -159,7 +163,7 @@ def merge_state(prefix_out, prefix_lse, suffix_out, suffix_lse, *, sinks=None, o
     result, result_lse = _attention_results(prefix_out, out, lse, True, (tokens, heads, width))
     _core.merge_state(runtime, prefix_out, prefix_lse, suffix_out, suffix_lse, sinks, result,
                       result_lse)
-    return _returned(prefix_out, result, result_lse)
+    return _returned(prefix_out, result, result_lse, out, lse)
 
 
 def kv_append(kv_c, k_pe, slot_mapping, cache, *, runtime=None):

@@ -4,7 +4,7 @@ Causal and bidirectional attention, sliding windows, sinks, grouped queries, sof
 Models with latent attention that cache latents (DeepSeek V2 and V3, GLM-4.7-Flash, MiniCPM3 and
 others) keep them in a LatentLayer, in blocks, and decode absorbed, instead of expanding the whole
 context each step. Inference only. NotImplementedError says what is refused: gradients, dropout,
-masks of other shapes.
+masks of other shapes, weights as a result.
 """
 
 import inspect
@@ -59,7 +59,7 @@ def _parts(mask_function):
 
 def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None,
               sliding_window=None, softcap=None, s_aux=None, is_causal=None, latent_layer=None,
-              **_):
+              output_attentions=False, indices=None, **_):
     """transformers' attention interface.
 
     Args:
@@ -71,6 +71,10 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
     Returns:
         [batch, queries, heads, value width], and None for the weights, which are never formed.
     """
+    if output_attentions:
+        raise NotImplementedError("output_attentions is set: fovea never forms the weights")
+    if indices is not None:
+        raise NotImplementedError("indices are given: fovea has no sparse attention here")
     if dropout:
         raise NotImplementedError(f"dropout is {dropout}: fovea is for inference; call "
                                   "model.eval()")
@@ -84,7 +88,7 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
                  window_left=sliding_window - 1 if sliding_window else -1, sm_scale=scaling,
                  soft_cap=softcap or 0.0,
                  sinks=None if s_aux is None else s_aux.detach().float())
-    if type(module) in _latent_classes:
+    if type(module) in _latent_classes and _caches_latents(module):
         return _latent(module, query, key, value, attention_mask, latent_layer, rules), None
     if _caches_latents(module):
         _keep_latents(type(module))  # From the next layer on.
@@ -108,7 +112,7 @@ def _latent(module, query, latent, k_pe, attention_mask, layer, rules):
         layer = LatentLayer()
         layer.update(latent, k_pe)
     batch, heads, queries, _ = query.shape
-    tokens, keys = zip(*(_tokens(attention_mask, row, queries, layer.get_seq_length())
+    tokens, keys = zip(*(_tokens(attention_mask, row, queries, layer.num_positions())
                          for row in range(batch)))
     layer.store(keys)
     if queries <= _MAX_ABSORBED_QUERIES:
@@ -168,7 +172,7 @@ class LatentLayer(DynamicLayer):
     """The latents [kv_c | k_pe] of a layer in blocks of a PagedKvCache, without the padding.
 
     Attributes:
-        cache: the PagedKvCache, whose pool doubles when it is full; None before the first tokens.
+        cache: the PagedKvCache, which doubles when it is full; None before the first tokens.
         sequences: its Sequences, one for each row of the batch. Beams share blocks.
     """
 
@@ -177,29 +181,44 @@ class LatentLayer(DynamicLayer):
     def __init__(self, layer=None):
         """Takes over what a DynamicLayer holds."""
         super().__init__()
-        self.cache, self.sequences = None, []
-        self._length = 0
-        self._pending = []  # What store() has not seen.
+        self._held = None  # What was taken over: stored with the next call's, which knows padding.
+        self.reset()
         if layer is not None and layer.is_initialized:
-            self.update(layer.keys, layer.values)
+            self._held = layer.keys[:, 0], layer.values[:, 0]
+            self._length = layer.get_seq_length()
+
+    def reset(self):
+        self.cache, self.sequences, self._storage, self._spans = None, [], None, []
+        self._length = 0  # Positions, padding included.
+        self._new = None
+        self.keys = self.values = None
+        self.is_initialized = False
 
     def update(self, key_states, value_states, *args, **kwargs):
         """Takes [batch, 1, tokens, L] and [batch, 1, tokens, R], and gives them back as they are.
 
-        They are stored by the attention that comes next, which knows what is padding.
+        They are stored by the attention that comes next, which knows what is padding; an update
+        that none followed counts for nothing.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self._pending.append((key_states[:, 0], value_states[:, 0]))
-        self._length += key_states.shape[2]
+        self._new = key_states[:, 0], value_states[:, 0]
         return key_states, value_states
 
+    def num_positions(self):
+        """Those of the update included."""
+        return self._length + (self._new[0].shape[1] if self._new else 0)
+
     def store(self, positions):
-        """Stores what update() took: of each sequence those of the positions in a slice."""
-        if not self._pending:
-            return
-        latent, k_pe = (torch.cat(parts, dim=1) for parts in zip(*self._pending))
-        first = self._length - latent.shape[1]
+        """Stores what update() took: of each sequence those of the positions in a slice.
+
+        Raises:
+            NotImplementedError: the slice's part that was stored before has another length.
+        """
+        parts = [part for part in (self._held, self._new) if part is not None]
+        latent, k_pe = (torch.cat(tensors, dim=1) for tensors in zip(*parts))
+        first = self.num_positions() - latent.shape[1]
+        self._check(positions, first)
         new = [(row, slice(max(span.start - first, 0), max(span.stop - first, 0)))
                for row, span in enumerate(positions)]
         self._make_room(latent, k_pe, [span.stop - span.start for _, span in new])
@@ -211,79 +230,134 @@ class LatentLayer(DynamicLayer):
             kv_append(_packed(latent, new), _packed(k_pe, new), slots, self.cache)
         for row, span in new:
             self.sequences[row].advance(len(self.sequences[row]) + span.stop - span.start)
-        self._pending = []
+        self._length, self._spans = self.num_positions(), list(positions)
+        self._held = self._new = None
 
-    def latents(self, row):
-        """[1, 1, keys, L] and [1, 1, keys, R] of a sequence, copied."""
-        sequence, (width, rank) = self.sequences[row], self._widths
-        rows = self.keys.new_empty(len(sequence), width)
-        kv_gather(self.cache, [sequence.blocks], [len(sequence)], rows)
-        return rows[None, None, :, :rank], rows[None, None, :, rank:]
+    def _check(self, positions, first):
+        if self.cache is None:
+            return
+        if len(positions) != len(self.sequences):
+            raise ValueError(f"the batch has {len(positions)} sequences; the cache holds "
+                             f"{len(self.sequences)}")
+        for row, span in enumerate(positions):
+            if len(self.sequences[row]) != max(min(span.stop, first) - span.start, 0):
+                raise NotImplementedError(
+                    f"attention_mask says of sequence {row} that tokens are padding which were "
+                    "none when they were stored, or the other way round")
 
     def _make_room(self, latent, k_pe, counts):
         """For so many tokens more in each sequence, and a block each that forks may copy."""
-        self._widths = latent.shape[2] + k_pe.shape[2], latent.shape[2]
-        needed = sum((len(sequence) + count) // self._BLOCK_SIZE + 2 for sequence, count in
-                     zip(self.sequences or [()] * len(counts), counts))
-        if self.cache is None:
-            self.cache = PagedKvCache.latent(
-                self._widths[1], k_pe.shape[2], format=_FORMATS[latent.dtype],
-                storage=latent.new_empty(2 * needed, self._BLOCK_SIZE, self._widths[0]))
+        needed = sum(-(-count // self._BLOCK_SIZE) + 1 for count in counts)
+        rank, width = latent.shape[2], latent.shape[2] + k_pe.shape[2]
+        used = self.cache.pool.num_used if self.cache else 0
+        if self.cache and used + needed <= self.cache.num_blocks:
+            return
+        self._storage = latent.new_empty(2 * used + needed, self._BLOCK_SIZE, width)
+        if self.cache:
+            self.cache.grow(self._storage)
+        else:
+            self.cache = PagedKvCache.latent(rank, width - rank, format=_FORMATS[latent.dtype],
+                                             storage=self._storage)
             self.sequences = [self.cache.new_sequence() for _ in counts]
-        elif needed > self.cache.num_blocks:
-            self.cache.grow(latent.new_empty(2 * needed, self._BLOCK_SIZE, self._widths[0]))
+            self._rank = rank
+
+    def latents(self, row):
+        """[1, 1, keys, L] and [1, 1, keys, R] of a sequence, copied."""
+        sequence = self.sequences[row]
+        rows = self._storage.new_empty(len(sequence), self._storage.shape[2])
+        kv_gather(self.cache, [sequence.blocks], [len(sequence)], rows)
+        return rows[None, None, :, :self._rank], rows[None, None, :, self._rank:]
 
     def get_seq_length(self):
         """Positions, padding included."""
         return self._length
 
+    def _select(self, rows):
+        if self._held is not None:
+            self._held = tuple(part[rows] for part in self._held)
+        if self.sequences:
+            self.sequences = [self.sequences[row].fork() for row in rows]
+            self._spans = [self._spans[row] for row in rows]
+
+    def _num_rows(self):
+        return len(self.sequences) if self._held is None else self._held[0].shape[0]
+
     def reorder_cache(self, beam_idx):
-        self.sequences = [self.sequences[row].fork() for row in beam_idx.tolist()]
+        self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats):
-        self.sequences = [sequence.fork() for sequence in self.sequences for _ in range(repeats)]
+        self._select([row for row in range(self._num_rows()) for _ in range(repeats)])
 
     def batch_select_indices(self, indices):
-        rows = torch.arange(len(self.sequences))[indices.cpu()].tolist()
-        self.sequences = [self.sequences[row].fork() for row in rows]
+        self._select(torch.arange(self._num_rows())[indices.cpu()].tolist())
 
     def crop(self, tokens_to_remove):
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove is {tokens_to_remove}; it must be negative or 0")
-        for sequence in self.sequences:
-            sequence.truncate(max(len(sequence) + tokens_to_remove, 0))
-        self._length += tokens_to_remove
+        self._length = max(self._length + tokens_to_remove, 0)
+        if self._held is not None:
+            self._held = tuple(part[:, :self._length] for part in self._held)
+        self._spans = [slice(min(span.start, self._length), min(span.stop, self._length))
+                       for span in self._spans]
+        for sequence, span in zip(self.sequences, self._spans):
+            sequence.truncate(span.stop - span.start)
 
-    def reset(self):
-        self.cache, self.sequences, self._length, self._pending = None, [], 0, []
+    def offload(self):
+        raise NotImplementedError("offloading is asked for: fovea's latents stay where they are")
+
+    prefetch = offload
+
+    def __deepcopy__(self, memo):
+        """A layer with blocks of its own."""
+        copied = LatentLayer()
+        copied._held, copied._length = self._held, self._length
+        if self.sequences:
+            rows = [self.latents(row) for row in range(len(self.sequences))]
+            empty = rows[0][0][:, 0, :0], rows[0][1][:, 0, :0]
+            copied._make_room(*empty, [len(sequence) for sequence in self.sequences])
+            for sequence, (latent, k_pe) in zip(copied.sequences, rows):
+                sequence.append(latent[0, 0], k_pe[0, 0])
+            copied._spans = list(self._spans)
+            copied.lazy_initialization(*rows[0])
+        return copied
 
 
 def _caches_latents(module):
+    """Whether the weights of kv_b_proj are all that it does."""
     kv_b_proj = getattr(module, "kv_b_proj", None)
-    return hasattr(module, "expand_kv") and type(kv_b_proj) is torch.nn.Linear
+    return (hasattr(module, "expand_kv") and type(kv_b_proj) is torch.nn.Linear and
+            kv_b_proj.bias is None and not kv_b_proj._forward_hooks and
+            not kv_b_proj._forward_pre_hooks)
+
+
+def _is_ours(module):
+    return module.config._attn_implementation == "fovea" and _caches_latents(module)
 
 
 def _keep_latents(kind):
     """Makes an attention class of transformers hand latents to attention(), where that is fovea's.
 
-    Models with another attn_implementation are left as they are.
+    Modules with another attn_implementation, or whose kv_b_proj is more than a product, are left
+    as they are.
     """
     forward, expand = kind.forward, kind.expand_kv
 
-    def is_ours(self):
-        return self.config._attn_implementation == "fovea"
-
     def keep_or_expand(self, kv_nope, k_rot):
-        return (kv_nope, k_rot) if is_ours(self) else expand(self, kv_nope, k_rot)
+        return (kv_nope, k_rot) if _is_ours(self) else expand(self, kv_nope, k_rot)
 
     def forward_with_latent_layer(self, *args, **kwargs):
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
         layers = getattr(cache, "layers", [])
-        if is_ours(self) and self.layer_idx < len(layers):
-            if type(layers[self.layer_idx]) is DynamicLayer:
-                layers[self.layer_idx] = LatentLayer(layers[self.layer_idx])
-            if type(layers[self.layer_idx]) is LatentLayer:
-                kwargs["latent_layer"] = layers[self.layer_idx]
+        if self.layer_idx < len(layers):
+            layer = layers[self.layer_idx]
+            if _is_ours(self) and type(layer) is DynamicLayer:
+                layer = layers[self.layer_idx] = LatentLayer(layer)
+            if type(layer) is LatentLayer:
+                if not _is_ours(self):
+                    raise NotImplementedError(
+                        "the cache was filled by attn_implementation=\"fovea\", and another, or a "
+                        "kv_b_proj with hooks or adapters, would go on: start with a new cache")
+                kwargs["latent_layer"] = layer
         return forward(self, *args, **kwargs)
 
     kind.forward, kind.expand_kv, kind.expand_latents = (forward_with_latent_layer, keep_or_expand,

@@ -1,7 +1,10 @@
 #include "fovea/fovea.h"
 
+#include <limits>
 #include <new>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "core/check.h"
 #include "fovea/ops.h"
@@ -112,17 +115,35 @@ TensorView view_of(const fovea_tensor& tensor, const char* name) {
 
 std::span<const std::int32_t> lengths_span(const std::int32_t* data, std::int64_t count,
                                            const char* name) {
-  FOVEA_CHECK(count >= 0, invalid_argument, "{}: the number of requests is {}", name, count);
+  FOVEA_CHECK(count >= 0 && count <= std::numeric_limits<std::int32_t>::max(), invalid_argument,
+              "{} has {} elements; it must have between 0 and 2^31 - 1", name, count);
   FOVEA_CHECK(data != nullptr || count == 0, invalid_argument, "{} is NULL", name);
   return {data, static_cast<std::size_t>(count)};
 }
 
-std::span<const std::int32_t> query_start_loc_of(const fovea_lengths& lengths) {
-  return lengths_span(lengths.query_start_loc, lengths.requests + 1, "query_start_loc");
-}
-
 std::span<const std::int32_t> seq_lens_of(const fovea_lengths& lengths) {
   return lengths_span(lengths.seq_lens, lengths.requests, "seq_lens");
+}
+
+std::span<const std::int32_t> query_start_loc_of(const fovea_lengths& lengths) {
+  const std::span<const std::int32_t> seq_lens = seq_lens_of(lengths);  // Checks `requests`.
+  return lengths_span(lengths.query_start_loc, static_cast<std::int64_t>(seq_lens.size()) + 1,
+                      "query_start_loc");
+}
+
+/// From 0.
+std::vector<std::int32_t> cumulative(std::span<const std::int32_t> seq_lens) {
+  std::vector<std::int32_t> sums = {0};
+  std::int64_t sum = 0;
+  for (const std::int32_t length : seq_lens) {
+    sum += length;
+    FOVEA_CHECK(length >= 0 && sum <= std::numeric_limits<std::int32_t>::max(), invalid_argument,
+                "seq_lens: entry {} is {} and the sum so far {}; it must not be negative, nor the "
+                "sum exceed 32 bits",
+                sums.size() - 1, length, sum);
+    sums.push_back(static_cast<std::int32_t>(sum));
+  }
+  return sums;
 }
 
 AttentionVariant variant_of(const fovea_variant& variant) {
@@ -304,11 +325,8 @@ fovea_status fovea_attention_prefill(const fovea_runtime* runtime,
       run_planned(ctx, op, &attention_prefill);
       return;
     }
-    std::vector<std::int32_t> cu_seqlens_k = {0};
-    for (const std::int32_t length : seq_lens_of(p.step.lengths)) {
-      cu_seqlens_k.push_back(cu_seqlens_k.back() + length);
-    }
-    attention_prefill_once(ctx, op, query_start_loc_of(p.step.lengths), cu_seqlens_k);
+    attention_prefill_once(ctx, op, query_start_loc_of(p.step.lengths),
+                           cumulative(seq_lens_of(p.step.lengths)));
   });
 }
 

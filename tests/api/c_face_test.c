@@ -182,6 +182,15 @@ static void test_heads(const fovea_runtime* runtime) {
         .sm_scale = 0.5f};
     expect(fovea_attention_prefill(runtime, &prefill) == FOVEA_OK, "attention_prefill");
   }
+  const int32_t too_long[2] = {INT32_MAX, INT32_MAX}, starts[3] = {0, 1, 1};
+  const fovea_attention_prefill_params overflow = {
+      .q = decode.q,
+      .k = k,
+      .v = v,
+      .step = {NULL, {2, starts, too_long}, FOVEA_CAUSAL},
+      .out = decode.out,
+      .sm_scale = 0.5f};
+  expect(fovea_attention_prefill(runtime, &overflow) == FOVEA_INVALID_ARGUMENT, "sum of lengths");
   const fovea_merge_state_params merge = {.prefix_out = f32(parts[0], 3, 1, kHeads, kLatent),
                                           .prefix_lse = f32(part_lse[0], 2, kHeads, 1, 0),
                                           .suffix_out = f32(parts[1], 3, 1, kHeads, kLatent),

@@ -45,6 +45,54 @@ def test_failed_append_changes_nothing(rng):
     with pytest.raises(ValueError, match="k_pe"):
         sequence.append(rows(rng, 3)[0], rows(rng, 4)[1])
     assert len(sequence) == 3 and cache.pool.num_used == 1
+    sequence.reserve(7)
+    with pytest.raises(ValueError, match="k_pe"):
+        sequence.append(rows(rng, 3)[0], rows(rng, 4)[1])
+    assert cache.pool.num_used == 2  # What was reserved before stays.
+
+
+def test_forks_do_not_share_what_is_reserved(rng):
+    cache = fovea.PagedKvCache.latent(16, 8, num_blocks=9, block_size=4, format="f32")
+    first = cache.new_sequence()
+    first.reserve(10)
+    second = first.fork()
+    parts = rows(rng, 10), rows(rng, 10)
+    for sequence, part in zip((first, second), parts):
+        sequence.append(*part)
+    for sequence, part in zip((first, second), parts):
+        assert np.array_equal(gathered(cache, sequence), np.hstack(part))
+
+
+def test_growing_keeps_rows_and_refuses_what_does_not_fit(rng):
+    storage = np.full((2, 4, 24), np.nan, np.float32)
+    cache = fovea.PagedKvCache.latent(16, 8, format="f32", storage=storage)
+    sequence = cache.new_sequence()
+    old, new = rows(rng, 7), rows(rng, 9)
+    sequence.append(*old)
+    read_only = np.zeros((5, 4, 24), np.float32)
+    read_only.flags.writeable = False
+    for bad in (read_only, np.zeros((5, 4, 96), np.uint8), np.zeros((5, 3, 24), np.float32),
+                np.zeros((1, 4, 24), np.float32)):
+        with pytest.raises(ValueError):
+            cache.grow(bad)
+    assert cache.num_blocks == 2
+    cache.grow(np.full((5, 4, 24), np.nan, np.float32))
+    sequence.append(*new)
+    assert np.array_equal(gathered(cache, sequence), np.hstack([np.vstack(part) for part in
+                                                                zip(old, new)]))
+    with pytest.raises(ValueError, match="grows from tensors"):
+        fovea.PagedKvCache.latent(16, 8, num_blocks=2).grow(storage)
+
+
+def test_a_storage_keeps_its_memory(rng):
+    torch = pytest.importorskip("torch")
+    storage = torch.full((2, 4, 24), torch.nan)
+    cache = fovea.PagedKvCache.latent(16, 8, format="f32", storage=storage)
+    storage.data = torch.zeros(1)
+    sequence = cache.new_sequence()
+    part = rows(rng, 5)
+    sequence.append(*part)
+    assert np.array_equal(gathered(cache, sequence), np.hstack(part))
 
 
 def test_heads_over_foreign_memory(rng):

@@ -21,6 +21,10 @@ BAD_MLA = [
     ({"q_latent": np.zeros((2, 4, 16), complex)}, TypeError, "complex128"),
     ({"q_latent": np.zeros((2, 64), F32)}, ValueError, "q_latent has shape (2, 64)"),
     ({"q_pe": np.zeros((2, 3, 8), F32)}, ValueError, "q_pe"),
+    ({"q_pe": np.zeros((2, 4, 8), ">f4")}, ValueError, "q_pe has swapped bytes"),
+    ({"q_pe": np.frombuffer(bytes(257), F32, offset=1).reshape(2, 4, 8)}, ValueError,
+     "q_pe is not aligned"),
+    ({"q_pe": np.ma.zeros((2, 4, 8), F32)}, TypeError, "whose mask would be lost"),
     ({"q_pe": np.zeros((2, 4, 8), np.float16)}, ValueError, "q_pe"),
     ({"q_pe": None}, TypeError, "q_pe is a NoneType"),
     ({"cache": np.zeros((3, 4, 23), F32)}, ValueError, "cache"),
@@ -37,6 +41,7 @@ BAD_MLA = [
     ({"seq_lens": [1, 99]}, ValueError, "block_table"),
     ({"seq_lens": [1, -1]}, ValueError, "seq_lens"),
     ({"seq_lens": [1, 2**40]}, ValueError, "does not fit 32 bits"),
+    ({"seq_lens": [1, 2**70]}, ValueError, "does not fit 64 bits"),
     ({"seq_lens": [1, 1, 1]}, ValueError, "query_start_loc is None"),
     ({"seq_lens": None}, TypeError, "seq_lens is a NoneType"),
     ({"seq_lens": np.ones(2)}, TypeError, "seq_lens"),
@@ -89,6 +94,29 @@ class OnAnotherDevice:
 def test_other_devices_are_refused():
     with pytest.raises(NotImplementedError, match="q_latent is on cuda:0; "):
         fovea.mla_decode(**{**GOOD, "q_latent": OnAnotherDevice()})
+
+
+def test_negative_views_of_torch_are_refused():
+    torch = pytest.importorskip("torch")
+    q = torch.view_as_complex(torch.randn(2, 4, 16, 2)).conj().imag
+    assert q.is_neg()
+    with pytest.raises(ValueError, match="q has its negative bit set"):
+        fovea.attention_prefill(q, q, q)
+
+
+def test_arrays_of_jax_are_not_written_to():
+    jnp = pytest.importorskip("jax.numpy")
+    out = jnp.zeros((2, 4, 16))
+    with pytest.raises(ValueError, match="out is a jaxlib.* which never changes"):
+        fovea.mla_decode(**{**GOOD, "out": out})
+    assert (out == 0).all()
+
+
+def test_prefill_over_a_cache_needs_lengths():
+    q = np.zeros((2, 4, 8), F32)
+    cache = fovea.PagedKvCache.heads(4, 8, num_blocks=1, format="f32")
+    with pytest.raises(ValueError, match="cu_seqlens_k is None"):
+        fovea.attention_prefill(q, q, q, cache=cache, block_table=[[0]])
 
 
 def test_tensors_without_memory_are_refused():

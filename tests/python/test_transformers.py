@@ -1,7 +1,8 @@
 """Tiny random models of transformers generate the same tokens with fovea as with eager."""
 
-import sys
+import copy
 import pathlib
+import sys
 
 import pytest
 
@@ -108,6 +109,9 @@ def test_latent_layers_follow_the_batch():
     layer.reorder_cache(torch.tensor([2, 1, 1]))
     layer.crop(-1)
     layer.update(rows[:, :, :1, :4], rows[:, :, :1, 4:])
+    with pytest.raises(NotImplementedError, match="attention_mask says of sequence 0"):
+        layer.store([slice(1, 4), slice(0, 4), slice(0, 4)])
+    layer.update(rows[:, :, :1, :4], rows[:, :, :1, 4:])  # The refused one counts for nothing.
     layer.store([slice(2, 4), slice(0, 4), slice(0, 4)])
     layer.batch_select_indices(torch.tensor([0, 2]))
     layer.batch_repeat_interleave(2)
@@ -118,8 +122,48 @@ def test_latent_layers_follow_the_batch():
     for row, want in ((0, [rows[2, 0, 2], rows[0, 0, 0]]),
                       (3, [rows[1, 0, 0], rows[1, 0, 1], rows[1, 0, 2], rows[2, 0, 0]])):
         assert torch.equal(torch.cat(layer.latents(row), dim=3)[0, 0], torch.stack(want))
+    twin = copy.deepcopy(layer)
+    layer.crop(-3)
+    assert [len(sequence) for sequence in layer.sequences] == [0, 0, 1, 1]
+    assert torch.equal(torch.cat(twin.latents(3), dim=3)[0, 0], torch.stack(want))
     layer.reset()
     assert layer.get_seq_length() == 0
+    layer.reorder_cache(torch.tensor([1, 0]))
+    layer.update(rows[..., :4].half(), rows[..., 4:].half())
+    layer.store([slice(0, 4)] * 3)
+    with pytest.raises(ValueError, match="the batch has 2 sequences; the cache holds 3"):
+        layer.update(rows[:2, ..., :4].half(), rows[:2, ..., 4:].half())
+        layer.store([slice(0, 8)] * 2)
+
+
+def test_padding_behind_tokens_is_cropped_first():
+    layer = fovea.transformers.LatentLayer()
+    rows = torch.arange(2 * 6 * 6, dtype=torch.float32).view(2, 1, 6, 6)
+    layer.update(rows[..., :4], rows[..., 4:])
+    layer.store([slice(0, 3), slice(0, 6)])
+    layer.crop(-2)
+    assert [len(sequence) for sequence in layer.sequences] == [3, 4]
+
+
+def test_what_is_more_than_a_product_is_expanded(makers):
+    eager, ours = (make(makers, "deepseek_v2", kind) for kind in ("eager", "fovea"))
+    batch = prompts(eager.config.vocab_size, (0, 3, 0))
+    generate(ours, *batch)  # From here on the class keeps latents.
+    for model in (eager, ours):
+        for module in model.modules():
+            if hasattr(module, "kv_b_proj"):
+                module.kv_b_proj.register_forward_hook(lambda module, _, out: out * 1.5)
+    assert_same(generate(eager, *batch), generate(ours, *batch))
+
+
+def test_other_implementations_do_not_go_on_with_a_latent_cache(makers):
+    model = make(makers, "deepseek_v2", "fovea")
+    batch = prompts(model.config.vocab_size, (0, 3, 0))
+    cache = generate(model, *batch).past_key_values
+    cache = generate(model, *batch).past_key_values
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="start with a new cache"):
+        model(batch[0][:, :1], past_key_values=cache)
 
 
 def test_beams_reorder_latents(makers):
