@@ -147,8 +147,9 @@ struct AttentionPrefillParams {
 };
 void attention_prefill(const OpContext& ctx, const AttentionPrefillParams& params);
 std::int64_t workspace_bytes(const OpContext& ctx, const AttentionPrefillParams& params);
-/// Plans, finds scratch and runs in one call, which allocates; params.schedule is not read. For
-/// steps of many layers plan once and pass the schedule.
+/// Plans, makes room in the workspace, of which nothing may be taken, and runs in one call, which
+/// allocates; params.schedule is not read. For steps of many layers plan once and pass the
+/// schedule.
 void attention_prefill_once(const OpContext& ctx, const AttentionPrefillParams& params,
                             std::span<const std::int32_t> cu_seqlens_q,
                             std::span<const std::int32_t> cu_seqlens_k);
@@ -178,8 +179,9 @@ std::int64_t workspace_bytes(const OpContext& ctx, const MlaDecodeParams& params
 /// nothing needs that (on the CPU), `prepared` is neither written nor read. In a CUDA graph whose
 /// schedule has device_seq_lens it plans anew in every launch.
 void prepare(const OpContext& ctx, const MlaDecodeParams& params);
-/// Plans, finds scratch and runs in one call, which allocates; params.schedule is not read. For
-/// steps of many layers plan once and pass the schedule.
+/// Plans, makes room in the workspace, of which nothing may be taken, and runs in one call, which
+/// allocates; params.schedule is not read. For steps of many layers plan once and pass the
+/// schedule.
 void mla_decode_once(const OpContext& ctx, const MlaDecodeParams& params,
                      std::span<const std::int32_t> query_start_loc,
                      std::span<const std::int32_t> seq_lens);
@@ -210,8 +212,9 @@ struct AttentionDecodeParams {
 void attention_decode(const OpContext& ctx, const AttentionDecodeParams& params);
 std::int64_t workspace_bytes(const OpContext& ctx, const AttentionDecodeParams& params);
 void prepare(const OpContext& ctx, const AttentionDecodeParams& params);
-/// Plans, finds scratch and runs in one call, which allocates; params.schedule is not read. For
-/// steps of many layers plan once and pass the schedule.
+/// Plans, makes room in the workspace, of which nothing may be taken, and runs in one call, which
+/// allocates; params.schedule is not read. For steps of many layers plan once and pass the
+/// schedule.
 void attention_decode_once(const OpContext& ctx, const AttentionDecodeParams& params,
                            std::span<const std::int32_t> query_start_loc,
                            std::span<const std::int32_t> seq_lens);

@@ -1,7 +1,9 @@
-"""Attention for LLM inference: MLA and grouped-query attention over paged caches, on the CPU.
+"""Attention for LLM inference: MLA and grouped-query attention over paged caches.
 
-Tensors are those of torch, NumPy, JAX or any library with DLPack, on the CPU, and are never copied:
-float32, float16 and bfloat16 (NumPy's through ml_dtypes). Nothing here is differentiable.
+Tensors are those of torch, NumPy, JAX or any library with DLPack, on the CPU or, in a build with
+CUDA, on an NVIDIA GPU: float32, float16 and bfloat16 (NumPy's through ml_dtypes). They are read and
+written where they are; only lengths, block tables and lists of integers may be copied, and results
+for JAX, whose arrays never change. Nothing here is differentiable.
 
 Errors: ValueError names the argument, what it was and what it must be; TypeError says what is no
 tensor, or has a dtype that fovea lacks; NotImplementedError says what nothing here implements,

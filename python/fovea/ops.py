@@ -3,13 +3,13 @@
 Which keys a query sees: `causal`: up to its own position, query tokens standing at the end of
 their sequence; `window_left` w: its own and w before it, negative: all; `attention_chunk` c: from
 the last multiple of c on, 0: all; scaled scores become soft_cap * tanh(score / soft_cap), 0: as
-they are. `sinks` [N]
-float32 are raw logits that join the denominator of the output, not lse. lse is [N, T] float32, the
-natural logarithm; a query without keys has output 0 and lse -inf.
+they are. `sinks` [N] float32 are raw logits that join the denominator of the output, not lse. lse
+is [N, T] float32, the natural logarithm; a query without keys has output 0 and lse -inf.
 
-With a `plan` (BatchPlan) the lengths and all of these rules are the plan's. `runtime` None is one of
-the device of the operands. `out` and `lse` are written where given, and made in the library of the
-operands otherwise; each function returns out, or (out, lse) where lse is given or return_lse is True.
+With a `plan` (BatchPlan) the lengths and all of these rules are the plan's. `runtime` None is one
+of the device of the operands. `out` and `lse` are written where given, and made in the library of
+the operands otherwise; each function returns out, or (out, lse) where lse is given or return_lse
+is True.
 
 On a GPU a function returns when its work is queued: on the current stream of the operands' library,
 or on the runtime's. Lengths and block tables are needed on the host: arrays of a GPU are copied,

@@ -77,11 +77,8 @@ void attention_decode_once(const OpContext& ctx, const AttentionDecodeParams& pa
       schedule_decode(query_start_loc, seq_lens, ctx.plan_target, params.variant);
   AttentionDecodeParams planned = params;
   planned.schedule = &schedule;
-  Workspace workspace(ctx.memory);
-  workspace.reserve(workspace_bytes(ctx, planned));
-  OpContext once = ctx;
-  once.workspace = &workspace;
-  attention_decode(once, planned);
+  ctx.workspace->reserve(workspace_bytes(ctx, planned));
+  attention_decode(ctx, planned);
 }
 
 }  // namespace fovea

@@ -185,11 +185,8 @@ void attention_prefill_once(const OpContext& ctx, const AttentionPrefillParams& 
       cu_seqlens_q, cu_seqlens_k, ctx.plan_target.prefill_query_tile, params.variant);
   AttentionPrefillParams planned = params;
   planned.schedule = &schedule;
-  Workspace workspace(ctx.memory);
-  workspace.reserve(workspace_bytes(ctx, planned));
-  OpContext once = ctx;
-  once.workspace = &workspace;
-  attention_prefill(once, planned);
+  ctx.workspace->reserve(workspace_bytes(ctx, planned));
+  attention_prefill(ctx, planned);
 }
 
 }  // namespace fovea

@@ -98,11 +98,8 @@ void mla_decode_once(const OpContext& ctx, const MlaDecodeParams& params,
       schedule_decode(query_start_loc, seq_lens, ctx.plan_target, params.variant);
   MlaDecodeParams planned = params;
   planned.schedule = &schedule;
-  Workspace workspace(ctx.memory);
-  workspace.reserve(workspace_bytes(ctx, planned));
-  OpContext once = ctx;
-  once.workspace = &workspace;
-  mla_decode(once, planned);
+  ctx.workspace->reserve(workspace_bytes(ctx, planned));
+  mla_decode(ctx, planned);
 }
 
 }  // namespace fovea
