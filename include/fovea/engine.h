@@ -209,8 +209,8 @@ class Engine {
 /// Checks sampled rows of every layer against float64: the stored row from the layer's input, and
 /// the attention output over the rows that are stored, with the window, chunk, cap and sinks that
 /// the config says. Drafts that turn out wrong are not sampled.
-/// In a format that loses something, prompts are checked against what they see: their chunk's rows as
-/// they are. Then only the first 128 rows of a chunk are sampled.
+/// In a format that loses something, prompts are checked against what they see: their chunk's rows
+/// as they are. Then only the first 128 rows of a chunk are sampled.
 class Verifier : public StepObserver {
  public:
   /// About `rows` sampled per layer over the whole run.

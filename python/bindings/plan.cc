@@ -46,7 +46,8 @@ void make(BatchPlan* self, nb::object query_start_loc, nb::object seq_lens,
 }  // namespace
 
 void bind_plan(nb::module_& m) {
-  nb::class_<BatchPlan>(m, "BatchPlan", R"(What is decided about a step of layers that see the same keys.
+  nb::class_<BatchPlan>(m, "BatchPlan",
+                        R"(What is decided about a step of layers that see the same keys.
 
 Made once, shared by all of them; immutable. Requests with at most `decode_threshold` query tokens
 come first and are decodes.

@@ -15,7 +15,9 @@ constexpr int kWarps = kThreads / 32;
 template <class T, class Combine>
 __device__ T reduce_block(T value, Combine combine) {
   __shared__ T of_warp[kWarps];
-  for (int step = 16; step > 0; step /= 2) value = combine(value, __shfl_xor_sync(~0u, value, step));
+  for (int step = 16; step > 0; step /= 2) {
+    value = combine(value, __shfl_xor_sync(~0u, value, step));
+  }
   __syncthreads();  // of_warp may still be read by an earlier call.
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
   __syncthreads();

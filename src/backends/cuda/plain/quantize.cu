@@ -112,9 +112,9 @@ OutputGroups groups_of(const QuantizeOutputParams& p) {
   const QuantizedOutput& output = p.output;
   const std::int64_t width = p.x.shape[1];
   const OutputQuant kind = output_quant_of(output, width);
-  const std::int64_t size = kind == OutputQuant::nvfp4           ? kNvfp4Group
-                            : kind == OutputQuant::fp8_per_group ? width / output.block_scale.shape[1]
-                                                                 : kPiece;
+  std::int64_t size = kPiece;
+  if (kind == OutputQuant::nvfp4) size = kNvfp4Group;
+  if (kind == OutputQuant::fp8_per_group) size = width / output.block_scale.shape[1];
   return {.kind = kind,
           .scale = output.inv_scale != 0.f ? 1.f / output.inv_scale : output.scale,
           .size = size,
