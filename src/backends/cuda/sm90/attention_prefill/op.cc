@@ -1,6 +1,7 @@
 #include "backends/cuda/sm90/attention_prefill/op.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "backends/cuda/launch.h"
 #include "backends/cuda/sm90/attention_prefill/attention_prefill.h"
@@ -14,6 +15,10 @@ using Operands = cuda::PrefillParams;
 
 /// What the kernel has no code for. The rest is attention_prefill_sm90_declines's.
 const char* why_not(const AttentionPrefillParams& p) {
+  // Items are counted in 32 bits, and there are at most as many as rows times heads.
+  if (p.q.shape[0] * p.q.shape[1] > std::numeric_limits<std::int32_t>::max()) {
+    return "query tokens times heads must fit 32 bits";
+  }
   for (const TensorView* view : {&p.q, &p.k, &p.v, &p.out}) {
     if (view->ndim > 0 && view->shape[2] > 1 && view->strides[2] != 1) {
       return "rows must have unit innermost strides";
