@@ -8,6 +8,7 @@
 #include <string>
 
 #include "backends/cuda/sm90/attention_decode/attention_decode.h"
+#include "cuda/bench_main.h"
 #include "cuda/timing.h"
 #include "variants/visibility.h"
 
@@ -268,7 +269,7 @@ int Case::check() const {
   return 0;
 }
 
-int run_checks(const std::string& only) {
+int run_checks(const BenchOptions& options) {
   std::vector<std::int32_t> ones(200, 1), lens;
   std::mt19937 random(5);
   for (int i = 0; i < 200; ++i) lens.push_back(static_cast<std::int32_t>(random() % 300));
@@ -305,7 +306,7 @@ int run_checks(const std::string& only) {
   }
   int failures = 0;
   for (const Shape& shape : all) {
-    if (shape.name.find(only) == std::string::npos) continue;
+    if (!options.takes(shape.name)) continue;
     const Case c(shape, 1);
     if (const char* reason = attention_decode_sm90_declines(c.params)) {
       std::printf("FAIL %s declined: %s\n", shape.name.c_str(), reason);
@@ -328,7 +329,7 @@ Shape timed(const std::string& name, int batch, int heads, int kv, AttentionVari
   return shape;
 }
 
-void run_timings(const std::string& only, double seconds, const char* json, const char* commit) {
+void run_timings(const BenchOptions& options) {
   const Shape shapes[] = {
       timed("gqa_decode_b128_32_8_kv16384", 128, 32, 16384),
       timed("gqa_decode_b128_64_8_kv8192_w127", 128, 64, 8192, {.window_left = 127}),
@@ -340,9 +341,9 @@ void run_timings(const std::string& only, double seconds, const char* json, cons
             HeadFormat::int8_per_token),
       timed("gqa_decode_int4_per_token_b128_64_8_kv8192", 128, 64, 8192, {},
             HeadFormat::int4_per_token)};
-  std::string results;
+  std::vector<std::string> results;
   for (const Shape& shape : shapes) {
-    if (shape.name.find(only) == std::string::npos) continue;
+    if (!options.takes(shape.name)) continue;
     // A window leaves most rows unread: copies are counted by what is read.
     const double visible = shape.variant.window_left < 0
                                ? 1.0 * shape.seq_lens[0]
@@ -352,46 +353,27 @@ void run_timings(const std::string& only, double seconds, const char* json, cons
     const int copies = copies_beyond_cache(static_cast<std::size_t>(read));
     const int held = shape.variant.window_left < 0 ? copies : std::min(copies, 4);
     const Case c(shape, held);
-    const double us = time_per_call(held, seconds, [&](int copy, cudaStream_t stream) {
+    const double us = time_per_call(held, options.seconds, [&](int copy, cudaStream_t stream) {
       c.run(copy, stream);
     });
     const double tb_s = read / us * 1e-6;
     std::printf("%-46s %9.2f us %7.3f TB/s\n", shape.name.c_str(), us, tb_s);
     std::fflush(stdout);
     char line[160];
-    std::snprintf(line, sizeof line, "    {\"name\": \"%s\", \"us\": %.3f, \"tb_s\": %.4f}",
+    std::snprintf(line, sizeof line, "{\"name\": \"%s\", \"us\": %.3f, \"tb_s\": %.4f}",
                   shape.name.c_str(), us, tb_s);
-    results += (results.empty() ? "" : ",\n") + std::string(line);
+    results.push_back(line);
   }
-  if (json == nullptr) return;
-  cudaDeviceProp device{};
-  check_cuda(cudaGetDeviceProperties(&device, 0), "properties");
-  std::FILE* file = std::fopen(json, "w");
-  std::fprintf(file,
-               "{\n  \"device\": \"%s\",\n  \"commit\": \"%s\",\n  \"results\": [\n%s\n  ]\n}\n",
-               device.name, commit, results.c_str());
-  std::fclose(file);
+  write_results(options, results);
 }
 
 }  // namespace
 }  // namespace fovea::cuda::test
 
 int main(int argc, char** argv) {
-  bool check = false, time = false;
-  double seconds = 0.3;
-  const char* json = nullptr;
-  const char* commit = "";
-  std::string only;
-  for (int i = 1; i < argc; ++i) {
-    const std::string option = argv[i];
-    if (option == "--check") check = true;
-    if (option == "--time") time = true;
-    if (option == "--only" && i + 1 < argc) only = argv[++i];
-    if (option == "--json" && i + 1 < argc) json = argv[++i];
-    if (option == "--commit" && i + 1 < argc) commit = argv[++i];
-    if (option == "--seconds" && i + 1 < argc) seconds = std::atof(argv[++i]);
-  }
-  const int failures = check ? fovea::cuda::test::run_checks(only) : 0;
-  if (time) fovea::cuda::test::run_timings(only, seconds, json, commit);
+  using namespace fovea::cuda::test;  // NOLINT(google-build-using-namespace)
+  const BenchOptions options = parse_options(argc, argv, false);
+  const int failures = options.check ? run_checks(options) : 0;
+  if (options.time) run_timings(options);
   return failures == 0 ? 0 : 1;
 }

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "backends/cuda/sm90/attention_prefill/attention_prefill.h"
+#include "cuda/bench_main.h"
 #include "cuda/timing.h"
 #include "variants/visibility.h"
 
@@ -242,7 +243,7 @@ AttentionVariant causal() { return {}; }
 AttentionVariant full() { return {.causal = false}; }
 AttentionVariant window(std::int64_t left) { return {.window_left = left}; }
 
-int run_checks(const std::string& only) {
+int run_checks(const BenchOptions& options) {
   const Shape shapes[] = {
       {"128/128", 2, 2, 128, 0, 128, {128}, {128}, full()},
       {"128/128 causal", 4, 2, 128, 0, 128, {1000}, {1000}, causal()},
@@ -261,7 +262,7 @@ int run_checks(const std::string& only) {
       {"many items", 128, 128, 192, 64, 128, {1500}, {1500}, causal()}};
   int failures = 0;
   for (const Shape& shape : shapes) {
-    if (shape.name.find(only) == std::string::npos) continue;
+    if (!options.takes(shape.name)) continue;
     const Case c(shape, 1);
     if (const char* reason = attention_prefill_sm90_declines(c.params)) {
       std::printf("FAIL %s declined: %s\n", shape.name.c_str(), reason);
@@ -286,7 +287,7 @@ double flop(const Shape& shape) {
   return 2 * seen * shape.heads * (shape.qk + shape.v);
 }
 
-void run_timings(const std::string& only, double seconds, const char* json, const char* commit) {
+void run_timings(const BenchOptions& options) {
   const Shape shapes[] = {
       {"prefill_192_128_h128_causal_8192", 128, 128, 192, 64, 128, {8192}, {8192}, causal()},
       {"prefill_128_32_8_causal_16384", 32, 8, 128, 0, 128, {16384}, {16384}, causal()},
@@ -295,13 +296,13 @@ void run_timings(const std::string& only, double seconds, const char* json, cons
       {"prefill_128_32_8_full_8192", 32, 8, 128, 0, 128, {8192}, {8192}, full()},
       {"prefill_64_32_8_causal_16384", 32, 8, 64, 0, 64, {16384}, {16384}, causal()},
       {"prefill_256_16_4_causal_8192", 16, 4, 256, 0, 256, {8192}, {8192}, causal()}};
-  std::string results;
+  std::vector<std::string> results;
   for (const Shape& shape : shapes) {
-    if (shape.name.find(only) == std::string::npos) continue;
+    if (!options.takes(shape.name)) continue;
     const std::int64_t bytes = Case(shape, 1).bytes();
     const int copies = copies_beyond_cache(static_cast<std::size_t>(bytes));
     const Case c(shape, copies);
-    const double us = time_per_call(copies, seconds, [&](int copy, cudaStream_t stream) {
+    const double us = time_per_call(copies, options.seconds, [&](int copy, cudaStream_t stream) {
       PrefillParams p = c.of_copy(copy);
       p.lse = nullptr;
       check_cuda(attention_prefill_sm90(p, stream), "run");
@@ -310,39 +311,20 @@ void run_timings(const std::string& only, double seconds, const char* json, cons
     std::printf("%-38s %9.2f us %7.1f TF\n", shape.name.c_str(), us, tflops);
     std::fflush(stdout);
     char line[160];
-    std::snprintf(line, sizeof line, "    {\"name\": \"%s\", \"us\": %.3f, \"tflops\": %.2f}",
+    std::snprintf(line, sizeof line, "{\"name\": \"%s\", \"us\": %.3f, \"tflops\": %.2f}",
                   shape.name.c_str(), us, tflops);
-    results += (results.empty() ? "" : ",\n") + std::string(line);
+    results.push_back(line);
   }
-  if (json == nullptr) return;
-  cudaDeviceProp device{};
-  check_cuda(cudaGetDeviceProperties(&device, 0), "properties");
-  std::FILE* file = std::fopen(json, "w");
-  std::fprintf(file,
-               "{\n  \"device\": \"%s\",\n  \"commit\": \"%s\",\n  \"results\": [\n%s\n  ]\n}\n",
-               device.name, commit, results.c_str());
-  std::fclose(file);
+  write_results(options, results);
 }
 
 }  // namespace
 }  // namespace fovea::cuda::test
 
 int main(int argc, char** argv) {
-  bool check = false, time = false;
-  double seconds = 0.3;
-  const char* json = nullptr;
-  const char* commit = "";
-  std::string only;
-  for (int i = 1; i < argc; ++i) {
-    const std::string option = argv[i];
-    if (option == "--check") check = true;
-    if (option == "--time") time = true;
-    if (option == "--only" && i + 1 < argc) only = argv[++i];
-    if (option == "--json" && i + 1 < argc) json = argv[++i];
-    if (option == "--commit" && i + 1 < argc) commit = argv[++i];
-    if (option == "--seconds" && i + 1 < argc) seconds = std::atof(argv[++i]);
-  }
-  const int failures = check ? fovea::cuda::test::run_checks(only) : 0;
-  if (time) fovea::cuda::test::run_timings(only, seconds, json, commit);
+  using namespace fovea::cuda::test;  // NOLINT(google-build-using-namespace)
+  const BenchOptions options = parse_options(argc, argv, false);
+  const int failures = options.check ? run_checks(options) : 0;
+  if (options.time) run_timings(options);
   return failures == 0 ? 0 : 1;
 }

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "backends/cuda/sm90/mla_decode/mla_decode.h"
+#include "cuda/bench_main.h"
 #include "cuda/mla_decode_data.h"
 #include "cuda/timing.h"
 
@@ -39,10 +40,10 @@ std::string describe(const MlaDecodeGeometry& g) {
          std::to_string(g.num_groups);
 }
 
-std::string only;  ///< Part of the names of what is checked and timed.
+BenchOptions options;
 
 void check_case(const CaseShape& shape, std::uint32_t seed) {
-  if (shape.name.find(only) == std::string::npos) return;
+  if (!options.takes(shape.name)) return;
   Case c(shape, seed);
   const Reference ref = reference(c);
   if (const char* reason = mla_decode_sm90_declines(c.params)) {
@@ -204,7 +205,7 @@ void run_checks() {
   check_format(CacheFormat::int8_per_token, "int8", seed);
   check_format(CacheFormat::fp8_e4m3, "fp8", seed);
   check_format(CacheFormat::int4_per_token, "int4", seed);
-  if (only.empty()) check_replay();
+  if (options.only.empty()) check_replay();
   std::printf("%d checks, %d failed\n", checks, failures);
 }
 
@@ -329,7 +330,17 @@ void print(const Timing& t, const char* mark) {
   std::fflush(stdout);
 }
 
-void run_timings(bool sweep, double seconds, const char* json, const char* commit) {
+std::string json_of(const Timing& t) {
+  char line[320];
+  std::snprintf(line, sizeof line,
+                "{\"name\": \"%s\", \"us\": %.3f, \"tb_s\": %.4f, \"tflops\": %.2f, \"rows\": %d, "
+                "\"row_tiles_per_group\": %d, \"splits_per_group\": %d, \"num_groups\": %d}",
+                t.name.c_str(), t.us, t.tb_s, t.tflops, t.geometry.rows,
+                t.geometry.row_tiles_per_group, t.geometry.splits_per_group, t.geometry.num_groups);
+  return line;
+}
+
+void run_timings() {
   const TimedShape shapes[] = {{1, 16, 4096, 1},
                                {1, 16, 32768, 1},
                                {1, 128, 32768, 1},
@@ -347,20 +358,21 @@ void run_timings(bool sweep, double seconds, const char* json, const char* commi
                                {128, 16, 8192, 1, CacheFormat::int4_per_token},
                                {8, 16, 8192, 1, CacheFormat::int8_per_token},
                                {128, 128, 8192, 1, CacheFormat::fp8_e4m3}};
-  std::vector<Timing> results;
+  std::vector<std::string> results;
   for (const TimedShape& s : shapes) {
     constexpr const char* kFormats[] = {"bf16", "fp8_e4m3", "int8_per_token", "int4_per_token"};
     std::string name = std::string("mla_decode_") + kFormats[static_cast<int>(s.format)] + "_b" +
                        std::to_string(s.batch) + "_h" + std::to_string(s.heads) + "_kv" +
                        std::to_string(s.kv);
     if (s.query_len > 1) name += "_q" + std::to_string(s.query_len);
-    if (name.find(only) == std::string::npos) continue;
+    if (!options.takes(name)) continue;
     TimedCase c(s);
     MlaDecodeGeometry best;
     check_cuda(mla_decode_sm90_geometry(c.params(), &best), "geometry");
-    results.push_back(c.time(name, best, seconds));
-    print(results.back(), "");
-    if (!sweep) continue;
+    const Timing timing = c.time(name, best, options.seconds);
+    results.push_back(json_of(timing));
+    print(timing, "");
+    if (!options.sweep) continue;
     for (int splits = 1; splits * best.row_tiles_per_group <= 16; splits *= 2) {
       MlaDecodeGeometry g = best;
       g.splits_per_group = splits;
@@ -369,48 +381,20 @@ void run_timings(bool sweep, double seconds, const char* json, const char* commi
         if (blocks < cluster) continue;
         g.num_groups = blocks / cluster;
         if (splits == best.splits_per_group && g.num_groups == best.num_groups) continue;
-        print(c.time(name, g, seconds / 2), "sweep");
+        print(c.time(name, g, options.seconds / 2), "sweep");
       }
     }
   }
-  if (json == nullptr) return;
-  cudaDeviceProp device{};
-  check_cuda(cudaGetDeviceProperties(&device, 0), "properties");
-  std::FILE* file = std::fopen(json, "w");
-  std::fprintf(file, "{\n  \"device\": \"%s\",\n  \"commit\": \"%s\",\n  \"results\": [\n",
-               device.name, commit);
-  for (std::size_t i = 0; i < results.size(); ++i) {
-    const Timing& t = results[i];
-    std::fprintf(
-        file,
-        "    {\"name\": \"%s\", \"us\": %.3f, \"tb_s\": %.4f, \"tflops\": %.2f, \"rows\": "
-        "%d, \"row_tiles_per_group\": %d, \"splits_per_group\": %d, \"num_groups\": %d}%s\n",
-        t.name.c_str(), t.us, t.tb_s, t.tflops, t.geometry.rows, t.geometry.row_tiles_per_group,
-        t.geometry.splits_per_group, t.geometry.num_groups, i + 1 < results.size() ? "," : "");
-  }
-  std::fprintf(file, "  ]\n}\n");
-  std::fclose(file);
+  write_results(options, results);
 }
 
 }  // namespace
 }  // namespace fovea::cuda::test
 
 int main(int argc, char** argv) {
-  bool check = false, time = false, sweep = false;
-  double seconds = 0.3;
-  const char* json = nullptr;
-  const char* commit = "";
-  for (int i = 1; i < argc; ++i) {
-    const std::string option = argv[i];
-    if (option == "--check") check = true;
-    if (option == "--time") time = true;
-    if (option == "--sweep") time = sweep = true;
-    if (option == "--only" && i + 1 < argc) fovea::cuda::test::only = argv[++i];
-    if (option == "--json" && i + 1 < argc) json = argv[++i];
-    if (option == "--commit" && i + 1 < argc) commit = argv[++i];
-    if (option == "--seconds" && i + 1 < argc) seconds = std::atof(argv[++i]);
-  }
-  if (check) fovea::cuda::test::run_checks();
-  if (time) fovea::cuda::test::run_timings(sweep, seconds, json, commit);
-  return fovea::cuda::test::failures == 0 ? 0 : 1;
+  using namespace fovea::cuda::test;  // NOLINT(google-build-using-namespace)
+  options = parse_options(argc, argv, true);
+  if (options.check) run_checks();
+  if (options.time) run_timings();
+  return failures == 0 ? 0 : 1;
 }
