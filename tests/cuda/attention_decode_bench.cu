@@ -23,16 +23,16 @@ struct Shape {
   std::int64_t block_size = 64;
   AttentionVariant variant;
   bool sinks = false;
-  HeadFormat format = HeadFormat::dense;
+  CacheFormat format = CacheFormat::dense;
 
   /// Of a stored head.
   std::int64_t head_bytes() const {
     switch (format) {
-      case HeadFormat::dense:
+      case CacheFormat::dense:
         return dim * 2;
-      case HeadFormat::fp8_e4m3:
+      case CacheFormat::fp8_e4m3:
         return dim;
-      case HeadFormat::int8_per_token:
+      case CacheFormat::int8_per_token:
         return dim + 8;
       default:
         return dim / 2 + 8;
@@ -41,20 +41,20 @@ struct Shape {
 };
 
 /// Heads of quantised rows: any codes (of e4m3 no NaN, and magnitudes up to 1), scales around 1/60.
-__global__ void fill_heads(std::uint8_t* data, std::size_t heads, HeadFormat format, int head_bytes,
+__global__ void fill_heads(std::uint8_t* data, std::size_t heads, CacheFormat format, int head_bytes,
                            std::uint32_t seed) {
   for (std::size_t head = blockIdx.x; head < heads; head += gridDim.x) {
     std::uint8_t* at = data + head * head_bytes;
-    const int codes = format == HeadFormat::fp8_e4m3 ? head_bytes : head_bytes - 8;
+    const int codes = format == CacheFormat::fp8_e4m3 ? head_bytes : head_bytes - 8;
     for (int i = threadIdx.x; i < codes; i += blockDim.x) {
       std::uint64_t x = (head << 10) + i + 1 + (std::uint64_t{seed} << 50);
       x = (x ^ (x >> 31)) * 0x9e3779b97f4a7c15ull;
       x = (x ^ (x >> 29)) * 0xbf58476d1ce4e5b9ull;
       const auto byte = static_cast<std::uint8_t>(x >> 40);
-      at[i] = format == HeadFormat::fp8_e4m3 ? byte & 0xbf : byte;
+      at[i] = format == CacheFormat::fp8_e4m3 ? byte & 0xbf : byte;
     }
     if (codes < head_bytes && threadIdx.x < 2) {
-      const float scale = format == HeadFormat::int8_per_token ? 0.01f : 0.16f;
+      const float scale = format == CacheFormat::int8_per_token ? 0.01f : 0.16f;
       reinterpret_cast<float*>(at + codes)[threadIdx.x] =
           scale * static_cast<float>(1 + (head * 7 + threadIdx.x * 3) % 5);
     }
@@ -102,7 +102,7 @@ class Case {
     params.format = shape.format;
     params.k_scale = 0.75f;
     params.v_scale = 1.5f;
-    const bool dense = shape.format == HeadFormat::dense;
+    const bool dense = shape.format == CacheFormat::dense;
     const std::int64_t head = shape.head_bytes(), kv_row = shape.kv_heads * head;
     const std::int64_t unit = dense ? 2 : 1;  // Of strides.
     cache_bytes_ = blocks * shape.block_size * kv_row;
@@ -178,14 +178,14 @@ double bf16(const std::vector<std::uint16_t>& data, std::int64_t at) {
 
 /// Channel `d` of the head at `head`.
 double stored(const Shape& shape, float scale, const std::uint8_t* head, int d) {
-  if (shape.format == HeadFormat::dense) return decode(ElementType::bf16, head, d);
-  if (shape.format == HeadFormat::fp8_e4m3) {
+  if (shape.format == CacheFormat::dense) return decode(ElementType::bf16, head, d);
+  if (shape.format == CacheFormat::fp8_e4m3) {
     const int exponent = head[d] >> 3 & 15, mantissa = head[d] & 7;
     const double value =
         exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
     return (head[d] & 0x80 ? -value : value) * static_cast<double>(scale);
   }
-  const bool is_int8 = shape.format == HeadFormat::int8_per_token;
+  const bool is_int8 = shape.format == CacheFormat::int8_per_token;
   const int nibble = head[d / 2] >> (d % 2 * 4) & 15;
   const int code = is_int8 ? static_cast<std::int8_t>(head[d]) : (nibble ^ 8) - 8;
   float of_half;
@@ -294,9 +294,9 @@ int run_checks(const BenchOptions& options) {
        {.attention_chunk = 256, .soft_cap = 3.f}},
       {"many requests", 8, 2, 128, ones, lens, 16, causal}};
   std::vector<Shape> all(std::begin(shapes), std::end(shapes));
-  const std::pair<HeadFormat, const char*> formats[] = {{HeadFormat::fp8_e4m3, "fp8"},
-                                                        {HeadFormat::int8_per_token, "int8"},
-                                                        {HeadFormat::int4_per_token, "int4"}};
+  const std::pair<CacheFormat, const char*> formats[] = {{CacheFormat::fp8_e4m3, "fp8"},
+                                                        {CacheFormat::int8_per_token, "int8"},
+                                                        {CacheFormat::int4_per_token, "int4"}};
   for (const auto& [format, name] : formats) {
     for (const int dim : {64, 128}) {
       Shape shape{name + (" " + std::to_string(dim)), 8, 2, dim, {1, 3}, {1333, 130}, 48};
@@ -320,7 +320,7 @@ int run_checks(const BenchOptions& options) {
 }
 
 Shape timed(const std::string& name, int batch, int heads, int kv, AttentionVariant variant = {},
-            HeadFormat format = HeadFormat::dense) {
+            CacheFormat format = CacheFormat::dense) {
   Shape shape{name, heads, 8, 128};
   shape.query_lens.assign(batch, 1);
   shape.seq_lens.assign(batch, kv);
@@ -336,11 +336,11 @@ void run_timings(const BenchOptions& options) {
       timed("gqa_decode_b128_64_8_kv8192", 128, 64, 8192),
       timed("gqa_decode_b1_32_8_kv32768", 1, 32, 32768),
       timed("gqa_decode_b8_32_8_kv8192", 8, 32, 8192),
-      timed("gqa_decode_fp8_e4m3_b128_64_8_kv8192", 128, 64, 8192, {}, HeadFormat::fp8_e4m3),
+      timed("gqa_decode_fp8_e4m3_b128_64_8_kv8192", 128, 64, 8192, {}, CacheFormat::fp8_e4m3),
       timed("gqa_decode_int8_per_token_b128_64_8_kv8192", 128, 64, 8192, {},
-            HeadFormat::int8_per_token),
+            CacheFormat::int8_per_token),
       timed("gqa_decode_int4_per_token_b128_64_8_kv8192", 128, 64, 8192, {},
-            HeadFormat::int4_per_token)};
+            CacheFormat::int4_per_token)};
   std::vector<std::string> results;
   for (const Shape& shape : shapes) {
     if (!options.takes(shape.name)) continue;

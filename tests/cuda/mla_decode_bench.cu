@@ -1,5 +1,4 @@
-// Checks MLA decode against a float64 reference, then times it: one graph of 20 calls over copies
-// of the cache that together exceed twice the L2; time / 20; median of the replays.
+// Checks MLA decode against a float64 reference, then times it (timing.h says how).
 //
 //   mla_decode_bench [--check] [--time] [--sweep] [--only NAME] [--json FILE] [--commit ID]
 #include <algorithm>

@@ -41,11 +41,11 @@ Function function_of_quantized(const DecodeParams& p) {
 
 Function function_of(const DecodeParams& p) {
   switch (p.format) {
-    case HeadFormat::fp8_e4m3:
+    case CacheFormat::fp8_e4m3:
       return function_of_quantized<Fp8Heads>(p);
-    case HeadFormat::int8_per_token:
+    case CacheFormat::int8_per_token:
       return function_of_quantized<Int8Heads>(p);
-    case HeadFormat::int4_per_token:
+    case CacheFormat::int4_per_token:
       return function_of_quantized<Int4Heads>(p);
     default:
       return p.type == ElementType::bf16 ? function_of_dense<__nv_bfloat16>(p)
@@ -97,7 +97,7 @@ bool is_multiple(const void* pointer, std::uintptr_t of) {
 const char* attention_decode_sm90_declines(const DecodeParams& p) {
   if (p.type == ElementType::f32) return "queries must be bf16 or f16";
   if (std::max(p.qk_dim, p.v_dim) > 256) return "heads must have at most 256 channels";
-  const bool dense = p.format == HeadFormat::dense;
+  const bool dense = p.format == CacheFormat::dense;
   if ((p.qk_dim | p.v_dim) % 8 != 0) return "widths must be multiples of 8";
   if (!dense && p.type != ElementType::bf16) return "queries over quantised heads must be bf16";
   if (!dense && (p.qk_dim != p.v_dim || (p.qk_dim != 64 && p.qk_dim != 128))) {

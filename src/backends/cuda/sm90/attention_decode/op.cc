@@ -31,17 +31,6 @@ const char* why_not(const AttentionDecodeParams& p) {
   }
 }
 
-HeadFormat head_format(const KvFormat& format) {
-  switch (format.scales) {
-    case KvScales::none:
-      return HeadFormat::dense;
-    case KvScales::per_tensor:
-      return HeadFormat::fp8_e4m3;
-    default:
-      return format.dtype == DType::i8 ? HeadFormat::int8_per_token : HeadFormat::int4_per_token;
-  }
-}
-
 /// Everything but the plan's arrays, which are on the host yet.
 DecodeParams operands_of(const AttentionDecodeParams& p) {
   DecodeParams o;
@@ -54,7 +43,7 @@ DecodeParams operands_of(const AttentionDecodeParams& p) {
   o.q = p.q.data;
   o.q_row_stride = p.q.strides[0];
   o.q_head_stride = p.q.strides[1];
-  o.format = head_format(p.kv.k_cache->format());
+  o.format = cache_format(p.kv.k_cache->format());
   o.k_scale = p.kv.k_cache->format().scale;
   o.v_scale = p.kv.v_cache->format().scale;
   o.k_cache = head_rows(*p.kv.k_cache, o.num_kv_heads, o.qk_dim);
@@ -94,8 +83,8 @@ std::int64_t attention_decode_scratch(const OpContext& ctx, const AttentionDecod
   DecodeParams operands = operands_of(p);
   std::int64_t bytes = kernel_scratch(ctx, operands);
   // Enough for heads of any format, which layers do not know when they size their workspace.
-  for (const HeadFormat format :
-       {HeadFormat::fp8_e4m3, HeadFormat::int8_per_token, HeadFormat::int4_per_token}) {
+  for (const CacheFormat format :
+       {CacheFormat::fp8_e4m3, CacheFormat::int8_per_token, CacheFormat::int4_per_token}) {
     operands.format = format;
     bytes = std::max(bytes, kernel_scratch(ctx, operands));
   }

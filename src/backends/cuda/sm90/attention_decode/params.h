@@ -4,19 +4,12 @@
 
 #include <cstdint>
 
+#include "backends/cuda/sm90/cache_format.h"
 #include "backends/cuda/sm90/element_type.h"
 #include "backends/cuda/sm90/head_rows.h"
 #include "fovea/attention_variant.h"
 
 namespace fovea::cuda {
-
-/// How a head of a cache row is stored. Scales multiply the stored codes.
-enum class HeadFormat : std::int32_t {
-  dense,           ///< Elements of the queries' dtype.
-  fp8_e4m3,        ///< One byte a channel, one scale for the tensor (k_scale, v_scale).
-  int8_per_token,  ///< One byte a channel, then two f32: scales of the head's halves.
-  int4_per_token,  ///< Half a byte a channel, the even one in the low nibble; then as int8.
-};
 
 /// Attention of query tokens that stand at the end of their sequences, over paged keys and values,
 /// as fovea::AttentionDecodeParams. All pointers are device memory.
@@ -34,7 +27,7 @@ struct DecodeParams {
   const void* q = nullptr;               ///< [rows, N, Dk], unit innermost stride.
   std::int64_t q_row_stride = 0;
   std::int64_t q_head_stride = 0;
-  HeadFormat format = HeadFormat::dense;
+  CacheFormat format = CacheFormat::dense;
   float k_scale = 1.f, v_scale = 1.f;  ///< Of fp8_e4m3.
   HeadRows k_cache, v_cache;           ///< Strides of quantised formats count bytes.
   /// [num_requests, ...]; a request's entries are read only where a query sees their keys.

@@ -29,17 +29,6 @@ const char* why_not(const fovea::MlaDecodeParams& p) {
   return nullptr;
 }
 
-CacheFormat cache_format(const KvFormat& format) {
-  switch (format.scales) {
-    case KvScales::none:
-      return CacheFormat::dense;
-    case KvScales::per_tensor:
-      return CacheFormat::fp8_e4m3;
-    default:
-      return format.dtype == DType::i8 ? CacheFormat::int8_per_token : CacheFormat::int4_per_token;
-  }
-}
-
 /// Everything but the plan's arrays, which are on the host yet.
 Operands operands_of(const fovea::MlaDecodeParams& p) {
   const PagedKvCache& cache = *p.cache;

@@ -7,17 +7,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "backends/cuda/sm90/cache_format.h"
 #include "backends/cuda/sm90/element_type.h"
 
 namespace fovea::cuda {
-
-/// How a cache row [latent | rope] is stored. Scales multiply the stored codes.
-enum class CacheFormat : std::int32_t {
-  dense,           ///< Elements of cache_type.
-  fp8_e4m3,        ///< One byte a channel, one scale for the tensor (cache_scale).
-  int8_per_token,  ///< One byte a channel, then two f32: scales of the latent and rope channels.
-  int4_per_token,  ///< Half a byte a channel, the even one in the low nibble; then as int8.
-};
 
 /// Absorbed MLA decode: all heads of a request attend to the same rows [latent | rope] of a paged
 /// cache; the latent part is the value too. Query tokens stand at the end of their sequence. All
