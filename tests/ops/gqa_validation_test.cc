@@ -82,7 +82,7 @@ TEST_F(GqaValidation, DecodeNamesWhatDoesNotFit) {
       {[](auto& p) { p.sm_scale = 0; }, {"sm_scale is 0", "positive"}},
       {[](auto& p) { p.sinks = p.sinks.slice(0, 0, 5); }, {"sinks", "[5]", "N = 6"}},
       {[&](auto& p) { p.sinks = bf16_sinks; }, {"sinks is bf16[6]", "must be f32"}},  // B113
-      {[](auto& p) { p.out.data = p.sinks.data; }, {"out", "shares memory with sinks"}},
+      {[](auto& p) { p.sinks.data = p.out.data; }, {"out", "shares memory with sinks"}},
       {[](auto& p) { p.variant.soft_cap = -1; }, {"soft_cap is -1", "at least 0"}},
       {[](auto& p) { p.variant.soft_cap = std::numeric_limits<float>::infinity(); },
        {"soft_cap is inf", "finite"}},
