@@ -158,7 +158,7 @@ struct ServeReport {
   double gflops_per_s = 0;  ///< Visible attention work and projections over busy time.
   double busy_ms = 0;
   double step_ms = 0;    ///< Of all steps, their plans and tables included.
-  double kernel_ms = 0;  ///< Of it, in ops and in products with weights.
+  double kernel_ms = 0;  ///< Of it, in ops and in products with weights; not measured on a GPU: 0.
   double wall_ms = 0;
   std::vector<KvGroupReport> kv_groups;  ///< Those with layers, in the order of the config.
   std::int64_t prefix_hit_tokens = 0;

@@ -6,7 +6,7 @@
 namespace fovea {
 
 /// Seconds that this thread has spent in ops and in products with weights, its waiting for other
-/// threads included. On a GPU, where ops return before they are done, the time to queue them.
+/// threads included. Of ops on a GPU, which return before they are done, the time to queue them.
 inline thread_local double kernel_seconds = 0;
 
 /// Adds its life to kernel_seconds. They do not nest.

@@ -109,7 +109,9 @@ std::string serve_text(const ServeReport& report) {
   facts.add("time",
             fmt::format("{} s in attention, {} s in all", format_number(report.busy_ms / 1e3),
                         format_number(report.wall_ms / 1e3)));
-  facts.add("kernels", fmt::format("{:.0f} % of the steps' time", 100 * kernel_fraction(report)));
+  if (report.kernel_ms > 0) {
+    facts.add("kernels", fmt::format("{:.0f} % of the steps' time", 100 * kernel_fraction(report)));
+  }
   if (report.drafted_tokens > 0) {
     facts.add("drafts", fmt::format("{} tokens, {} accepted, {} answer tokens per decode",
                                     report.drafted_tokens, report.accepted_tokens,
@@ -148,9 +150,11 @@ nlohmann::ordered_json serve_json(const ServeReport& report) {
   json["gflops_per_s"] = report.gflops_per_s;
   json["busy_ms"] = report.busy_ms;
   json["wall_ms"] = report.wall_ms;
-  json["profile"] = {{"step_ms", report.step_ms},
-                     {"kernel_ms", report.kernel_ms},
-                     {"kernel_fraction", kernel_fraction(report)}};
+  json["profile"] = {{"step_ms", report.step_ms}};
+  if (report.kernel_ms > 0) {
+    json["profile"]["kernel_ms"] = report.kernel_ms;
+    json["profile"]["kernel_fraction"] = kernel_fraction(report);
+  }
   json["kv_groups"] = nlohmann::ordered_json::array();
   for (const KvGroupReport& group : report.kv_groups) {
     json["kv_groups"].push_back(group_json(group));
