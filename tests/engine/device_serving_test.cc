@@ -46,7 +46,7 @@ class DeviceServing : public ::testing::Test {
     const ServeReport report =
         Engine(runtime_->context(), model, options).serve(workload, hooks);
     EXPECT_EQ(report.finished, 8);
-    EXPECT_GT(report.decode_steps, 8);
+    EXPECT_GT(report.decode_steps, 4);  // A drafting request gets up to four tokens of one.
     EXPECT_GT(verifier.rows(), 200);
     EXPECT_LE(verifier.worst_relative_error(), 1e-5) << verifier.worst_row();
   }

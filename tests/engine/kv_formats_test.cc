@@ -29,6 +29,16 @@ class KvFormatServing : public testing::TestWithParam<std::string_view> {};
 INSTANTIATE_TEST_SUITE_P(, KvFormatServing, testing::ValuesIn(kv_format_names()),
                          [](const auto& format) { return std::string(format.param); });
 
+/// One whose rows the format takes.
+Model make_latent_model(const std::string& kv_format, std::int64_t num_layers) {
+  if (kv_format != "fp8_ds_mla") return test::make_tiny_model({.num_layers = num_layers});
+  return test::make_tiny_model({.num_layers = num_layers,
+                                .dtype = DType::bf16,
+                                .logit_spread = 0.7,
+                                .width = 4,
+                                .has_full_rows = true});
+}
+
 /// `row_bytes` of a token of a layer in the format and in the model's dtype.
 void serve_verified(const Model& model, const std::string& kv_format, std::int64_t row_bytes,
                     std::int64_t own_row_bytes) {
@@ -47,10 +57,7 @@ void serve_verified(const Model& model, const std::string& kv_format, std::int64
 
 TEST_P(KvFormatServing, LatentRowsAreVerified) {
   const std::string name(GetParam());
-  const bool is_ds_mla = name == "fp8_ds_mla";
-  const Model tiny = test::make_tiny_model({.num_layers = 2});
-  const Model real = Model::load("deepseek-v2-lite", {.dtype = DType::bf16, .max_position = 256});
-  const Model& model = is_ds_mla ? real : tiny;
+  const Model model = make_latent_model(name, 2);
   const MlaDims& d = model.config().mla;
   serve_verified(model, name, latent_format(name, d.kv_lora_rank, d.qk_rope_head_dim).row_bytes(),
                  bytes_of(model.dtype(), d.latent_dim()));
@@ -135,12 +142,9 @@ TEST_P(KvFormatServing, ScratchDoesNotGrowWithContext) {
     Engine engine(runtime, model, options);
     return engine.serve(workload).peak_workspace_bytes;
   };
-  const bool is_ds_mla = name == "fp8_ds_mla";
-  const Model latent =
-      is_ds_mla ? Model::load("deepseek-v2-lite", {.dtype = DType::bf16, .max_position = 640})
-                : test::make_tiny_model({.num_layers = 1});
+  const Model latent = make_latent_model(name, 1);
   EXPECT_EQ(peak(latent, 200), peak(latent, 600));
-  if (is_ds_mla) return;
+  if (name == "fp8_ds_mla") return;  // Rows of latent attention alone.
   const Model grouped = test::make_tiny_gqa_model({.num_layers = 1});
   EXPECT_EQ(peak(grouped, 200), peak(grouped, 600));
 }

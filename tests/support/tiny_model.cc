@@ -13,14 +13,14 @@ namespace fovea::test {
 namespace {
 
 struct Dims {
-  explicit Dims(std::int64_t width)
-      : N(3 * width),
-        H(48 * width),
-        Lq(20 * width),
-        L(24 * width),
-        P(12 * width),
-        R(8 * width),
-        V(10 * width) {}
+  explicit Dims(const TinyModelOptions& options)
+      : N(3 * options.width),
+        H(48 * options.width),
+        Lq(20 * options.width),
+        L(options.has_full_rows ? 512 : 24 * options.width),
+        P(12 * options.width),
+        R(options.has_full_rows ? 64 : 8 * options.width),
+        V(10 * options.width) {}
   std::int64_t N, H, Lq, L, P, R, V;
 };
 
@@ -40,7 +40,7 @@ FileTensor normal_tensor(std::uint64_t key, std::vector<std::int64_t> shape, dou
 }
 
 json config_json(const TinyModelOptions& options) {
-  const Dims d(options.width);
+  const Dims d(options);
   json config = tiny_config();
   config["num_hidden_layers"] = options.num_layers;
   config["hidden_size"] = d.H;
@@ -64,7 +64,7 @@ json config_json(const TinyModelOptions& options) {
 }  // namespace
 
 void write_tiny_model(const std::string& directory, const TinyModelOptions& options) {
-  const Dims d(options.width);
+  const Dims d(options);
   FileTensors tensors;
   std::uint64_t key = options.seed << 32;
   const auto norm = [&](std::int64_t extent) { return normal_tensor(++key, {extent}, 1, 0.2); };

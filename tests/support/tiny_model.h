@@ -19,6 +19,8 @@ struct TinyModelOptions {
   /// Multiplies every dimension, the number of heads included. Few channels and heads do not
   /// average out the rounding of small dtypes.
   std::int64_t width = 1;
+  /// Rows of 512 latent and 64 rope channels, whatever the width: what fp8_ds_mla takes.
+  bool has_full_rows = false;
   /// Above 0: MiniCPM3-like, with neox pairs and a residual scale of this over sqrt(num_layers).
   double scale_depth = 0;
 };

@@ -54,11 +54,12 @@ class MlaDecodeProblem : public Problem {
     const std::int64_t row = kv_lora_rank_ + rope_dim_;
     sequences_ = make_cached_sequences(ctx, {format, line.integer("block_size", 64), pad}, seq_lens,
                                        random_);
+    std::vector<std::int64_t> first_keys;
     for (std::size_t i = 0; i < requests; ++i) {
-      const std::int64_t first = rules_.first_key(queries(i), seq_lens[i]);
-      sequences_.hide_before(i, first);
-      sequences_.fill(i, first, seq_lens[i], random_);
+      first_keys.push_back(rules_.first_key(queries(i), seq_lens[i]));
+      sequences_.hide_before(i, first_keys.back());
     }
+    sequences_.fill(ctx, first_keys, seq_lens, random_);
     tokens_ = query_start_loc_.back() + line.integer("padding", 0, {0});
     const double q_stddev = kScoreStddev / (std::sqrt(static_cast<double>(row)) * sm_scale_);
     q_latent_ =

@@ -88,11 +88,11 @@ class KvGatherProblem : public Problem {
         random_(static_cast<std::uint64_t>(line.integer("seed", 0, {0}))),
         row_(line.integer("row", 576)) {
     const std::vector<std::int64_t> lens = line.integers("lens", {4096}, {0});
-    const std::vector<std::int64_t> starts =
+    std::vector<std::int64_t> starts =
         line.integers("starts", std::vector<std::int64_t>(lens.size(), 0), {0});
+    starts.resize(lens.size(), 0);
     const std::int64_t pad = line.integer("pad", 0, {0});
     starts_ = to_int32(starts);
-    starts_.resize(lens.size(), 0);
     seq_lens_ = to_int32(lens);
     std::vector<std::int64_t> ends;
     for (std::size_t i = 0; i < lens.size(); ++i) ends.push_back(starts_[i] + lens[i]);
@@ -102,7 +102,7 @@ class KvGatherProblem : public Problem {
          .block_size = line.integer("block_size", 64),
          .pad = pad},
         ends, random_);
-    for (std::size_t i = 0; i < lens.size(); ++i) sequences_.fill(i, starts_[i], ends[i], random_);
+    sequences_.fill(ctx, starts, ends, random_);
     const std::int64_t total = std::accumulate(lens.begin(), lens.end(), std::int64_t{0});
     out_ = poisoned_array(ctx, {line.dtype(), {total, row_}, pad});
   }

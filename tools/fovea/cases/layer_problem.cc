@@ -19,7 +19,7 @@ struct LayerWeights {
   MlaDims dims;
   Array q_a, q_a_norm, q_b, kv_a, kv_a_norm, kv_b, o;
 
-  LayerWeights(const CaseLine& line, Random& random) {
+  LayerWeights(const CaseLine& line, const OpContext& ctx, Random& random) {
     dims = MlaDims{.hidden_size = line.integer("hidden", 64),
                    .num_heads = line.integer("heads", 4),
                    .q_lora_rank = line.integer("q_lora_rank", 0, {0}),
@@ -28,7 +28,8 @@ struct LayerWeights {
                    .qk_rope_head_dim = line.integer("rope", 8),
                    .v_head_dim = line.integer("v", 16)}
                .validated();
-    const OpContext on_host;  // Layers take their weights from there.
+    OpContext on_host;  // Layers take their weights from there.
+    on_host.pool = ctx.pool;
     // A projection to `out` features of rows with unit variance keeps them at `stddev`.
     const auto projection = [&](std::int64_t out, std::int64_t in, double stddev) {
       return normal_array(on_host, {line.dtype(), {out, in}}, random,
@@ -90,7 +91,7 @@ class MlaLayerProblem : public Problem {
   MlaLayerProblem(const CaseLine& line, const OpContext& ctx)
       : ctx_(ctx),
         random_(static_cast<std::uint64_t>(line.integer("seed", 0, {0}))),
-        weights_(line, random_),
+        weights_(line, ctx, random_),
         is_interleaved_(line.word("pairing", "interleaved", {"neox", "interleaved"}) ==
                         "interleaved"),
         layer_(weights_.dims, weights_.views(), rotary(),
@@ -110,8 +111,8 @@ class MlaLayerProblem : public Problem {
                                         line.integer("block_size", 16),
                                         line.integer("pad", 0, {0})},
                                        lens, random_);
+    sequences_.fill(ctx, std::vector<std::int64_t>(lens.size(), 0), context_lens_, random_);
     for (std::size_t i = 0; i < lens.size(); ++i) {
-      sequences_.fill(i, 0, context_lens_[i], random_);
       for (std::int64_t p = context_lens_[i]; p < lens[i]; ++p) {
         positions_.push_back(p);
         slots_.push_back(sequences_.slot(i, p));

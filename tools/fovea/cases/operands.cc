@@ -14,9 +14,9 @@ namespace fovea::cases {
 namespace {
 
 constexpr int kPoison = 0xff;
-// Longer operands repeat themselves: gigabytes of random values take minutes, and tell no more. The
-// first is a prime, so that rows differ.
-constexpr std::int64_t kDistinctValues = 1'000'003, kDistinctRows = 1021;
+// Longer operands repeat themselves: gigabytes of random values take minutes, and tell no more. So
+// many rows of a cache, a prime: blocks and requests begin at different ones.
+constexpr std::int64_t kDistinctValues = 1'000'000, kDistinctRows = 4093;
 constexpr std::int32_t kGarbageId = std::numeric_limits<std::int32_t>::min();
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
@@ -59,6 +59,15 @@ oracle::RowFormat row_format(const KvFormat& format) {
           .num_heads = format.num_heads,
           .first_group = format.first_group,
           .scale = static_cast<double>(format.scale)};
+}
+
+/// By all threads: the first touch of gigabytes takes one of them seconds.
+void poison(const OpContext& ctx, void* data, std::int64_t bytes) {
+  constexpr std::int64_t kPiece = std::int64_t{16} << 20;
+  ctx.pool->run((bytes + kPiece - 1) / kPiece, [&](std::int64_t piece) {
+    std::memset(static_cast<std::byte*>(data) + piece * kPiece, kPoison,
+                static_cast<std::size_t>(std::min(kPiece, bytes - piece * kPiece)));
+  });
 }
 
 }  // namespace
@@ -117,10 +126,7 @@ Array poisoned_array(const OpContext& ctx, const ArraySpec& spec) {
   padded.back() += spec.pad;
   Array array;
   array.storage = Tensor::empty(spec.dtype, padded, ctx.host_memory);
-  if (array.storage.nbytes() > 0) {
-    std::memset(array.storage.view().data, kPoison,
-                static_cast<std::size_t>(array.storage.nbytes()));
-  }
+  poison(ctx, array.storage.view().data, array.storage.nbytes());
   array.view =
       array.storage.view().slice(static_cast<int>(padded.size()) - 1, 0, spec.shape.back());
   return array;
@@ -129,13 +135,23 @@ Array poisoned_array(const OpContext& ctx, const ArraySpec& spec) {
 Array normal_array(const OpContext& ctx, const ArraySpec& spec, Random& random,
                    double stddev) {
   Array array = poisoned_array(ctx, spec);
-  const Tensor exact = Tensor::empty(DType::f32, spec.shape);
-  float* values = exact.ptr<float>();
-  for (std::int64_t i = 0; i < exact.view().numel(); ++i) {
-    values[i] = i < kDistinctValues ? static_cast<float>(stddev * random.normal())
-                                    : values[i - kDistinctValues];
+  if (array.view.numel() == 0) return array;
+  const std::int64_t row = spec.shape.back();
+  // Odd: then a head has other rows in the next tokens.
+  const std::int64_t distinct = std::min(array.view.numel() / row, kDistinctValues / row | 1);
+  const Tensor exact = Tensor::empty(DType::f32, {distinct, row});
+  for (std::int64_t i = 0; i < distinct * row; ++i) {
+    exact.ptr<float>()[i] = static_cast<float>(stddev * random.normal());
   }
-  copy(exact, array.view);
+  auto* bytes = static_cast<std::byte*>(array.storage.view().data);
+  const TensorView first =
+      TensorView::contiguous(bytes, spec.dtype, {distinct, row + spec.pad});
+  copy(exact, first.slice(1, 0, row));
+  const std::int64_t period = bytes_of(spec.dtype, first.numel());
+  for (std::int64_t at = period; at < array.storage.nbytes(); at += period) {
+    std::memcpy(bytes + at, bytes,
+                static_cast<std::size_t>(std::min(period, array.storage.nbytes() - at)));
+  }
   return array;
 }
 
@@ -191,25 +207,29 @@ std::vector<double> CachedSequences::rows(std::size_t request, std::int64_t begi
   return rows;
 }
 
-void CachedSequences::fill(std::size_t request, std::int64_t begin, std::int64_t end,
-                           Random& random) const {
+void CachedSequences::fill(const OpContext& ctx, std::span<const std::int64_t> begins,
+                           std::span<const std::int64_t> ends, Random& random) const {
   const KvFormat& format = cache.format();
-  const std::int64_t elements = format.row_elements;
-  const std::int64_t distinct = std::min(end - begin, kDistinctRows);
-  const Array values =
-      normal_array(OpContext{}, {.dtype = DType::f32, .shape = {distinct, elements}}, random);
-  for (std::int64_t position = begin; position < end; ++position) {
-    if (position - begin >= distinct) {
-      std::memcpy(cache.slot(slot(request, position)),
-                  cache.slot(slot(request, position - distinct)),
-                  static_cast<std::size_t>(format.row_bytes()));
-      continue;
-    }
-    const std::span row(values.view.ptr<float>({position - begin, 0}),
-                        static_cast<std::size_t>(elements));
-    encode_row(format, row,
-               {cache.slot(slot(request, position)), static_cast<std::size_t>(format.row_bytes())});
+  std::vector<std::int64_t> rows_before = {0};
+  for (std::size_t i = 0; i < ends.size(); ++i) {
+    rows_before.push_back(rows_before.back() + std::max<std::int64_t>(ends[i] - begins[i], 0));
   }
+  const std::int64_t elements = format.row_elements, bytes = format.row_bytes();
+  const std::int64_t distinct = std::min(rows_before.back(), kDistinctRows);
+  std::vector<float> values(static_cast<std::size_t>(elements));
+  std::vector<std::byte> rows(static_cast<std::size_t>(distinct * bytes));
+  for (std::int64_t i = 0; i < distinct; ++i) {
+    for (float& value : values) value = static_cast<float>(random.normal());
+    encode_row(format, values, {rows.data() + i * bytes, static_cast<std::size_t>(bytes)});
+  }
+  ctx.pool->run(std::ssize(ends), [&](std::int64_t request) {
+    const auto i = static_cast<std::size_t>(request);
+    for (std::int64_t position = begins[i]; position < ends[i]; ++position) {
+      const std::int64_t row = (rows_before[i] + position - begins[i]) % distinct;
+      std::memcpy(cache.slot(slot(i, position)), rows.data() + row * bytes,
+                  static_cast<std::size_t>(bytes));
+    }
+  });
 }
 
 namespace {
@@ -222,9 +242,7 @@ PagedKvCache poisoned_cache(const OpContext& ctx, const CacheSpec& spec,
       spec.format,
       {.num_blocks = num_blocks, .block_size = spec.block_size, .row_stride = row_stride},
       ctx.host_memory);
-  std::memset(
-      cache.row(0, 0), kPoison,
-      static_cast<std::size_t>(PagedKvCache::required_bytes(spec.format, cache.layout())));
+  poison(ctx, cache.row(0, 0), PagedKvCache::required_bytes(spec.format, cache.layout()));
   return cache;
 }
 

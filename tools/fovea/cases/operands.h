@@ -72,7 +72,9 @@ struct CachedSequences {
   void hide_before(std::size_t request, std::int64_t position);
   /// Row-major rows [begin, end) of a sequence, NaN where hidden.
   std::vector<double> rows(std::size_t request, std::int64_t begin, std::int64_t end) const;
-  void fill(std::size_t request, std::int64_t begin, std::int64_t end, Random& random) const;
+  /// Rows [begins[i], ends[i]) of each request i.
+  void fill(const OpContext& ctx, std::span<const std::int64_t> begins,
+            std::span<const std::int64_t> ends, Random& random) const;
   /// The same sequences and blocks with rows of another format in a cache of their own; poisoned.
   CachedSequences beside(const KvFormat& format, std::int64_t pad,
                          const OpContext& ctx) const;

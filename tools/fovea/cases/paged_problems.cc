@@ -27,15 +27,19 @@ class PagedProblem : public Problem {
                         : read_rules(ctx, line, heads_, random_);
     const std::int64_t pad = line.integer("pad", 0, {0});
     const std::string cache = line.word("cache", name_of(line.dtype()), kv_format_names());
-    keys_ = make_cached_sequences(ctx, {heads_format(cache, kv_heads_, qk_dim_),
-                                   line.integer("block_size", 16), pad},
-                                  {seq_lens_.begin(), seq_lens_.end()}, random_);
-    for (std::size_t i = 0; i < seq_lens_.size(); ++i) keys_.hide_before(i, first_key(i));
-    values_ = keys_.beside(heads_format(cache, kv_heads_, v_dim_), pad, ctx);
-    for (std::size_t i = 0; i < seq_lens_.size(); ++i) {
-      keys_.fill(i, first_key(i), seq_lens_[i], random_);
-      values_.fill(i, first_key(i), seq_lens_[i], random_);
+    const std::vector<std::int64_t> seq_lens(seq_lens_.begin(), seq_lens_.end());
+    keys_ = make_cached_sequences(
+        ctx,
+        {heads_format(cache, kv_heads_, qk_dim_), line.integer("block_size", 16), pad},
+        seq_lens, random_);
+    std::vector<std::int64_t> first_keys;
+    for (std::size_t i = 0; i < seq_lens.size(); ++i) {
+      first_keys.push_back(first_key(i));
+      keys_.hide_before(i, first_keys.back());
     }
+    values_ = keys_.beside(heads_format(cache, kv_heads_, v_dim_), pad, ctx);
+    keys_.fill(ctx, first_keys, seq_lens, random_);
+    values_.fill(ctx, first_keys, seq_lens, random_);
     tokens_ = query_start_loc_.back() + line.integer("padding", 0, {0});
     q_ = normal_array(ctx, {line.dtype(), {tokens_, heads_, qk_dim_}, pad}, random_, kScoreStddev);
     out_ = poisoned_array(
