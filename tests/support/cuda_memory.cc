@@ -49,6 +49,11 @@ bool give_heap_to_device() {
   void* volatile grown = std::malloc(kHeapBytes);  // volatile: or both calls vanish.
   std::free(grown);
   const auto [begin, end] = heap_range();
+  if (end - begin < kHeapBytes) {  // Then malloc takes pieces from elsewhere.
+    std::fprintf(stderr, "the heap has %zu bytes, must have %zu to be shared with the device\n",
+                 end - begin, kHeapBytes);
+    std::abort();
+  }
   share(reinterpret_cast<void*>(begin), end - begin);
   device_hooks = {
       .fill =
