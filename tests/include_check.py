@@ -33,6 +33,7 @@ HEADER_ROOM = {
     "dtype": "core",
     "tensor": "core",
     "memory": "core",
+    "machine_peaks": "core",
     "thread_pool": "core",
     "workspace": "core",
     "quant": "quant",

@@ -6,6 +6,7 @@
 #include <memory>
 #include <span>
 
+#include "fovea/machine_peaks.h"
 #include "fovea/ops.h"
 
 namespace fovea {
@@ -63,6 +64,8 @@ struct Backend {
   void (*launch)(const OpContext& ctx, const KeptWork& work) = nullptr;
   /// Whether the device can address host memory. Null: its device is the host.
   bool (*addresses_host_memory)(const void* memory) = nullptr;
+  /// Null: those of the host's threads are measured.
+  MachinePeaks (*measure_peaks)(const OpContext& ctx) = nullptr;
 };
 
 }  // namespace fovea

@@ -16,7 +16,8 @@
 namespace fovea::test {
 namespace {
 
-constexpr std::size_t kHeapBytes = std::size_t{1} << 30;
+// The driver takes of it too: every kernel of cuBLASLt, loaded eagerly, is more than a gigabyte.
+constexpr std::size_t kHeapBytes = std::size_t{4} << 30;
 
 /// Begin and end of the heap's mapping.
 std::pair<std::uintptr_t, std::uintptr_t> heap_range() {

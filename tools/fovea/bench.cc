@@ -10,6 +10,7 @@
 #include <memory>
 
 #include "bench.h"
+#include "case_limits.h"
 #include "cases/problem.h"
 #include "cases/suites.h"
 #include "commands.h"
@@ -66,6 +67,29 @@ double median(std::vector<double> values) {
 
 namespace {
 
+/// Attention that sees no key has none, whatever its operands weigh; other ops move bytes at least.
+bool has_work(const cases::CaseLine& line, const cases::Work& work) {
+  const bool is_attention = line.op().ends_with("_decode") || line.op() == "attention_prefill";
+  return work.flops > 0 || (work.bytes > 0 && !is_attention);
+}
+
+}  // namespace
+
+void check_has_work(const BenchArgs& args, const cases::CaseLine& line, const cases::Work& work) {
+  if (args.required_percent == 0 || has_work(line, work)) return;
+  throw Error(ErrorCode::invalid_argument,
+              fmt::format("--require-percent: '{}' has no work, must have some to reach a share of "
+                          "a limit",
+                          line.to_text()));
+}
+
+std::string complaint(const BenchArgs& args, const std::string& name, double percent) {
+  if (percent >= static_cast<double>(args.required_percent)) return {};
+  return fmt::format("below {} % of its limit: {}\n", args.required_percent, name);
+}
+
+namespace {
+
 using Clock = std::chrono::steady_clock;
 
 /// Rounds that a result needs at least: more than half of those that were asked for.
@@ -75,27 +99,6 @@ constexpr double kSteady = 0.10;
 /// A problem in the caches: its time tells a slow phase of a shared machine, which the limits,
 /// measured over registers and memory, do not show.
 constexpr const char* kControl = "mla_decode bf16 heads=16 kv=512";
-
-/// What bounds a case on this machine.
-enum class Limit : std::uint8_t { f32_fma, bf16_dot, read };
-
-const char* name_of(Limit limit) {
-  switch (limit) {
-    case Limit::f32_fma:
-      return "f32 FMA";
-    case Limit::bf16_dot:
-      return "bf16 dot products";
-    case Limit::read:
-      return "read bandwidth";
-  }
-  return "";
-}
-
-/// Attention that sees no key has none, whatever its operands weigh; other ops move bytes at least.
-bool has_work(const cases::CaseLine& line, const cases::Work& work) {
-  const bool is_attention = line.op().ends_with("_decode") || line.op() == "attention_prefill";
-  return work.flops > 0 || (work.bytes > 0 && !is_attention);
-}
 
 /// A case, and the microseconds of a call in each round.
 struct TimedCase {
@@ -118,22 +121,11 @@ struct TimedCase {
   /// Decode of grouped queries reads; latent rows and prefill are computed with; of anything else
   /// whichever takes longer.
   Limit limit(const MachinePeaks& peaks) const {
-    const bool has_dot = line.dtype() == DType::bf16 && peaks.bf16_dot_gflops > 0;
-    const Limit compute = has_dot ? Limit::bf16_dot : Limit::f32_fma;
     if (line.op() == "attention_decode") return Limit::read;
-    if (line.op() == "mla_decode" || line.op() == "attention_prefill") return compute;
-    return limit_us(compute, peaks) > limit_us(Limit::read, peaks) ? compute : Limit::read;
-  }
-  double limit_us(Limit limit, const MachinePeaks& peaks) const {
-    switch (limit) {
-      case Limit::f32_fma:
-        return work.flops / peaks.f32_fma_gflops * 1e-3;
-      case Limit::bf16_dot:
-        return work.flops / peaks.bf16_dot_gflops * 1e-3;
-      case Limit::read:
-        break;
+    if (line.op() == "mla_decode" || line.op() == "attention_prefill") {
+      return arithmetic_limit(line, peaks);
     }
-    return work.bytes / peaks.read_gbps * 1e-3;
+    return longest_limit(line, work, peaks);
   }
 
   cases::CaseLine line;
@@ -159,12 +151,7 @@ class Bench {
     control_ = std::make_unique<TimedCase>(cases::CaseLine::parse(kControl), ctx);
     for (const cases::CaseLine& line : collect_cases(args)) {
       cases_.push_back(std::make_unique<TimedCase>(line, ctx));
-      if (args.required_percent > 0 && !has_work(line, cases_.back()->work)) {
-        throw Error(ErrorCode::invalid_argument,
-                    fmt::format("--require-percent: '{}' has no work, must have some to reach a "
-                                "share of a limit",
-                                line.to_text()));
-      }
+      check_has_work(args, line, cases_.back()->work);
     }
   }
 
@@ -200,7 +187,7 @@ class Bench {
       std::vector<double> us, percent;
       for (std::size_t i : rounds) {
         us.push_back(timed->round_us[i]);
-        percent.push_back(100 * timed->limit_us(limit, peaks_[i]) / timed->round_us[i]);
+        percent.push_back(100 * limit_us(limit, timed->work, peaks_[i]) / timed->round_us[i]);
       }
       const double time_us = median(us);
       results.push_back({.name = timed->line.name(),
@@ -266,9 +253,7 @@ int bench(const BenchArgs& args) {
   }
   const MachinePeaks peaks = bench.peaks(rounds);
   nlohmann::ordered_json json = describe_machine(*runtime);
-  json["peaks"] = {{"f32_fma_gflops", peaks.f32_fma_gflops},
-                   {"bf16_dot_gflops", peaks.bf16_dot_gflops},
-                   {"read_gbps", peaks.read_gbps}};
+  json["peaks"] = peaks_json(peaks);
   json["rounds"] = {{"run", args.rounds}, {"steady", rounds.size()}};
   json["cases"] = nlohmann::ordered_json::array();
   print_header(*runtime, *runtime, peaks);
@@ -278,9 +263,7 @@ int bench(const BenchArgs& args) {
     table.add({result.name, format_number(result.time_us), format_number(result.gflops),
                format_number(result.gbps), name_of(result.limit), format_number(result.percent)});
     json["cases"].push_back(to_json(result));
-    if (result.percent < static_cast<double>(args.required_percent)) {
-      slow += fmt::format("below {} % of its limit: {}\n", args.required_percent, result.name);
-    }
+    slow += complaint(args, result.name, result.percent);
   }
   fmt::print("{}{}", table.to_text(), slow);
   json_file.write(json);

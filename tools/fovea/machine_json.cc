@@ -54,6 +54,12 @@ nlohmann::ordered_json describe_machine(const Runtime& runtime) {
   return json;
 }
 
+nlohmann::ordered_json peaks_json(const MachinePeaks& peaks) {
+  return {{"f32_fma_gflops", peaks.f32_fma_gflops},
+          {"bf16_dot_gflops", peaks.bf16_dot_gflops},
+          {"read_gbps", peaks.read_gbps}};
+}
+
 JsonFile::JsonFile(std::string path) : path_(std::move(path)) {
   if (path_.empty() || std::ofstream(path_, std::ios::app)) return;
   throw Error(ErrorCode::invalid_argument,

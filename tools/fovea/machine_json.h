@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
+#include "fovea/machine.h"
 #include "fovea/runtime.h"
 
 namespace fovea::cli {
@@ -11,11 +12,13 @@ namespace fovea::cli {
 /// The processor's name from /proc/cpuinfo; "unknown" where there is none.
 std::string processor_name();
 
-/// version, commit, date (UTC), and machine: processor, features, threads, backend, isa.
 /// Of the first GPU, as nvidia-smi says: "SM 1980 MHz, memory 3201 MHz"; "unknown" without it.
 std::string device_clocks();
 
+/// version, commit, date (UTC), and machine: processor, features, threads, backend, isa.
 nlohmann::ordered_json describe_machine(const Runtime& runtime);
+
+nlohmann::ordered_json peaks_json(const MachinePeaks& peaks);
 
 /// Where --json writes; an empty path is nowhere.
 class JsonFile {

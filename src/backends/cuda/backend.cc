@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include "backends/cuda/graph.h"
+#include "backends/cuda/peaks.h"
 #include "backends/cuda/plain/kernels.h"
 #include "backends/cuda/sm90/attention_decode/op.h"
 #include "backends/cuda/sm90/attention_prefill/op.h"
@@ -74,6 +75,7 @@ constexpr Backend kBackend{
     .capture = capture,
     .launch = launch_kept,
     .addresses_host_memory = addresses_host_memory,
+    .measure_peaks = has_sm90 ? sm90::measure_peaks : measure_peaks,
 };
 
 }  // namespace
