@@ -8,7 +8,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
-#include <limits>
 #include <string>
 
 #include "support/poison.h"
@@ -46,7 +45,7 @@ bool give_heap_to_device() {
   // One heap, grown once and for good, that all threads and sizes come from.
   mallopt(M_ARENA_MAX, 1);
   mallopt(M_MMAP_MAX, 0);
-  mallopt(M_TRIM_THRESHOLD, std::numeric_limits<int>::max());
+  mallopt(M_TRIM_THRESHOLD, -1);  // Never.
   void* volatile grown = std::malloc(kHeapBytes);  // volatile: or both calls vanish.
   std::free(grown);
   const auto [begin, end] = heap_range();
