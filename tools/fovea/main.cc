@@ -31,7 +31,7 @@ constexpr const char* kFooter =
     "  2    the options are wrong\n"
     "  130  interrupted\n"
     "Environment:\n"
-    "  FOVEA_BACKEND=cpu|reference             kernels where --backend is not given\n"
+    "  FOVEA_BACKEND=cpu|reference|cuda        kernels where --backend is not given\n"
     "  FOVEA_ISA=scalar|avx2|avx512|avx512_bf16|neon  their instructions (default: the fastest "
     "here)\n"
     "  FOVEA_LINEAR=onednn|plain|auto          matrix products\n"
