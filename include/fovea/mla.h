@@ -144,6 +144,10 @@ class MlaAttention {
     TensorView decode_q_latent = {};    ///< [Td, N, L], q_nope through W_UK.
     TensorView decode_q_pe = {};        ///< [Td, N, R], rotated.
     TensorView decode_out_latent = {};  ///< [Td, N, L], written.
+    // What the stored rows still lack, where all rows are decodes: prefills read kv_c and k_pe.
+    TensorView kv_norm_weight = {};  ///< [L]: kv_c is not normed.
+    float kv_norm_eps = 1e-6f;
+    RopeAngles k_rope = {};  ///< With cos_sin: k_pe is not rotated.
   };
   /// Appends the new rows to `cache`, then attends. Every row of `out` is written: rows past the
   /// plan's tokens with zeros. Whatever is wrong is said before anything is written.

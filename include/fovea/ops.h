@@ -76,12 +76,16 @@ struct RopeParams {
 void rope(const OpContext& ctx, const RopeParams& params);
 
 /// Stores row [kv_c[t] | k_pe[t]] in slot slot_mapping[t]; -1 skips a token. No other slot may
-/// occur twice.
+/// occur twice. With `norm_weight` kv_c is normed on the way and with `rope.cos_sin` k_pe turns,
+/// rounded as the ops rms_norm and rope round them; both stay as they are.
 struct KvAppendParams {
   TensorView kv_c;                      ///< [T, L] compute dtype.
   TensorView k_pe;                      ///< [T, R] dtype of kv_c.
   TensorView slot_mapping;              ///< [T] i32 or i64.
   const PagedKvCache* cache = nullptr;  ///< Rows of L + R.
+  TensorView norm_weight = {};          ///< Optional, [L] compute dtype.
+  float norm_eps = 1e-6f;
+  RopeAngles rope = {};  ///< Optional, of all R channels.
 };
 void kv_append(const OpContext& ctx, const KvAppendParams& params);
 

@@ -166,6 +166,11 @@ void MlaAttention::check(const OpContext& ctx, const Operands& o, const Attentio
     check_rows("decode_q_pe", o.decode_q_pe, dtype(), {decodes, N, R});
     check_rows("decode_out_latent", o.decode_out_latent, dtype(), {decodes, N, L});
   }
+  FOVEA_CHECK(decodes == plan.num_actual_tokens || !(o.kv_norm_weight || o.k_rope.cos_sin),
+              invalid_argument,
+              "kv_norm_weight or k_rope is there, but must be absent in a step with {} prefill "
+              "tokens, which read kv_c and k_pe",
+              plan.num_actual_tokens - decodes);
   if (step.slot_mapping) check_indices("slot_mapping", step.slot_mapping, tokens);
   for (const ContextChunk& chunk : plan.chunks) {
     FOVEA_CHECK(!chunk.parallel, unsupported,
@@ -181,6 +186,18 @@ void MlaAttention::check(const OpContext& ctx, const Operands& o, const Attentio
 
 // ---------------------------------------------------------------- a step
 
+namespace {
+
+/// Of the first `tokens` tokens.
+RopeAngles first_angles(RopeAngles angles, std::int64_t tokens) {
+  if (angles.positions) {
+    angles.positions = angles.positions.slice(angles.positions.ndim - 1, 0, tokens);
+  }
+  return angles;
+}
+
+}  // namespace
+
 void MlaAttention::operator()(const OpContext& ctx, const Operands& o, const AttentionStep& step,
                               const PagedKvCache& cache) const {
   FOVEA_CHECK(step.plan != nullptr, invalid_argument,
@@ -193,7 +210,10 @@ void MlaAttention::operator()(const OpContext& ctx, const Operands& o, const Att
     kv_append(ctx, {.kv_c = o.kv_c.slice(0, 0, actual),
                     .k_pe = o.k_pe.slice(0, 0, actual),
                     .slot_mapping = step.slot_mapping.slice(0, 0, actual),
-                    .cache = &cache});
+                    .cache = &cache,
+                    .norm_weight = o.kv_norm_weight,
+                    .norm_eps = o.kv_norm_eps,
+                    .rope = first_angles(o.k_rope, actual)});
   }
   if (decodes > 0) decode(ctx, o, step, cache);
   // Rows of q and out that belong to decodes.

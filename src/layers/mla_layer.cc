@@ -30,6 +30,7 @@ struct MlaLayer::State {
     std::int64_t tokens = 0;   ///< Ta, padding excluded.
     std::int64_t decodes = 0;  ///< Td
     std::int64_t prefills() const { return tokens - decodes; }
+    bool all_decode() const { return tokens == decodes; }
   };
 
   State(const MlaDims& dims, const MlaWeights& weights,
@@ -53,7 +54,7 @@ struct MlaLayer::State {
   Projected take(WorkspaceScope& scope, const StepRows& rows) const;
   std::int64_t projected_bytes(const StepRows& rows) const;
   std::int64_t products_bytes(const StepRows& rows) const;
-  void norm_latents(const OpContext& ctx, const Projected& projected) const;
+  void norm_latents(const OpContext& ctx, const StepRows& rows, const Projected& projected) const;
   void project(const OpContext& ctx, const TensorView& hidden, const StepRows& rows,
                const Projected& projected) const;
   void rotate(const OpContext& ctx, const StepRows& rows, const TensorView& positions,
@@ -166,13 +167,19 @@ std::int64_t MlaLayer::State::products_bytes(const StepRows& rows) const {
 }
 
 /// q_a_layernorm and kv_a_layernorm, side by side in one parallel region where there is work for
-/// it: a row's bits depend on the row alone.
-void MlaLayer::State::norm_latents(const OpContext& ctx, const Projected& p) const {
+/// it: a row's bits depend on the row alone. Where all rows are decodes the second is done on the
+/// way into the cache.
+void MlaLayer::State::norm_latents(const OpContext& ctx, const StepRows& rows,
+                                   const Projected& p) const {
   const TensorView q_a = p.fused_a.slice(1, 0, dims.q_lora_rank);
   const TensorView kv_c = latent_rows(p).slice(1, 0, dims.kv_lora_rank);
   const RmsNormParams q{.x = q_a, .weight = q_a_layernorm, .out = q_a, .eps = options.rms_norm_eps};
   const RmsNormParams kv{
       .x = kv_c, .weight = kv_a_layernorm, .out = kv_c, .eps = options.rms_norm_eps};
+  if (rows.all_decode()) {
+    if (dims.q_lora_rank > 0) rms_norm(ctx, q);
+    return;
+  }
   const std::int64_t tokens = kv_c.shape[0], threads = ctx.pool->num_threads();
   // Some microseconds: what waking another thread costs.
   constexpr std::int64_t kMinElements = 16 * 1024;
@@ -198,7 +205,7 @@ void MlaLayer::State::norm_latents(const OpContext& ctx, const Projected& p) con
 void MlaLayer::State::project(const OpContext& ctx, const TensorView& hidden, const StepRows& rows,
                               const Projected& p) const {
   fused_a(ctx, hidden, p.fused_a);  // [Ta, H] -> [Ta, Lq + L + R]
-  norm_latents(ctx, p);
+  norm_latents(ctx, rows, p);
   const TensorView q_input =
       dims.q_lora_rank > 0 ? p.fused_a.slice(1, 0, dims.q_lora_rank) : hidden;
   if (!is_full()) return q_b_proj(ctx, q_input, p.q.fuse(1));
@@ -213,8 +220,10 @@ void MlaLayer::State::rotate(const OpContext& ctx, const StepRows& rows,
   const auto turn = [&](const TensorView& x, std::int64_t begin, std::int64_t end) {
     (*rotary)(ctx, x, positions.slice(positions.ndim - 1, begin, end));
   };
-  const TensorView k_pe = latent_rows(p).slice(1, dims.kv_lora_rank, dims.latent_dim());
-  turn(k_pe.split(1, 1, dims.qk_rope_head_dim), 0, rows.tokens);
+  if (!rows.all_decode()) {  // Decodes' keys turn on the way into the cache.
+    const TensorView k_pe = latent_rows(p).slice(1, dims.kv_lora_rank, dims.latent_dim());
+    turn(k_pe.split(1, 1, dims.qk_rope_head_dim), 0, rows.tokens);
+  }
   const TensorView q_pe = p.q.slice(2, dims.qk_nope_head_dim, dims.qk_head_dim());
   if (!is_full()) return turn(q_pe, 0, rows.tokens);
   turn(p.decode_q_pe, 0, rows.decodes);
@@ -240,15 +249,19 @@ void MlaLayer::State::run(const OpContext& ctx, const TensorView& hidden, const 
   AttentionStep actual = step;  // Without the padding rows.
   if (step.slot_mapping) actual.slot_mapping = step.slot_mapping.slice(0, 0, rows.tokens);
   const TensorView latent = latent_rows(p);
-  attention(ctx,
-            {.q = p.q,
-             .kv_c = latent.slice(1, 0, dims.kv_lora_rank),
-             .k_pe = latent.slice(1, dims.kv_lora_rank, dims.latent_dim()),
-             .out = p.out,
-             .decode_q_latent = p.decode_q_latent,
-             .decode_q_pe = p.decode_q_pe,
-             .decode_out_latent = p.decode_out_latent},
-            actual, cache);
+  MlaAttention::Operands operands{.q = p.q,
+                                  .kv_c = latent.slice(1, 0, dims.kv_lora_rank),
+                                  .k_pe = latent.slice(1, dims.kv_lora_rank, dims.latent_dim()),
+                                  .out = p.out,
+                                  .decode_q_latent = p.decode_q_latent,
+                                  .decode_q_pe = p.decode_q_pe,
+                                  .decode_out_latent = p.decode_out_latent};
+  if (rows.all_decode()) {
+    operands.kv_norm_weight = kv_a_layernorm;
+    operands.kv_norm_eps = options.rms_norm_eps;
+    if (rotary) operands.k_rope = rotary->angles(flat_positions(step.positions));
+  }
+  attention(ctx, operands, actual, cache);
   finish(rows, p);
 }
 

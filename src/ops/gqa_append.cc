@@ -34,8 +34,7 @@ void validate(const GqaAppendParams& p) {
   if (p.rope.cos_sin.ndim > 0) {
     validate_rotation(p);
   } else {
-    FOVEA_CHECK(!p.rope.positions && !p.rope.sections.multi_axis(), invalid_argument,
-                "{}: cos_sin is absent; it must go with rope.positions and rope.sections", op);
+    check_no_angles(op, p.rope);
   }
 
   check_data(k, p.k);

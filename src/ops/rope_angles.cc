@@ -55,4 +55,9 @@ void check_rope_data(const char* op, const RopeAngles& angles) {
   }
 }
 
+void check_no_angles(const char* op, const RopeAngles& angles) {
+  FOVEA_CHECK(!angles.positions && !angles.sections.multi_axis(), invalid_argument,
+              "{}: cos_sin is absent; it must go with rope.positions and rope.sections", op);
+}
+
 }  // namespace fovea

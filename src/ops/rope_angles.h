@@ -19,6 +19,9 @@ void check_rope_angles(const char* op, const RopeAngles& angles, std::int64_t to
 /// Elements are there, and every position (of those on the host) has a row of cos_sin.
 void check_rope_data(const char* op, const RopeAngles& angles);
 
+/// Nothing of `angles`, whose cos_sin is absent, is there.
+void check_no_angles(const char* op, const RopeAngles& angles);
+
 /// The axis that channel pair `pair` turns by.
 constexpr std::int64_t mrope_axis(const MropeSections& sections, std::int64_t pair) {
   if (sections.interleaved) {

@@ -57,6 +57,53 @@ TEST_P(KvFormatsAppend, AppendWritesWhatTheCodecSaysAndGatherReadsIt) {
   }
 }
 
+TEST_P(KvFormatsAppend, RowsNormedAndTurnedOnTheWayAreThoseOfTheOpsAlone) {
+  constexpr std::int64_t kTokens = 4, kLatent = 512, kRope = 64;
+  const PaddedTensor projection(dtype(), {kTokens, kLatent + kRope});
+  fill_normal(projection, 5, 3);
+  const TensorView kv_c = projection.view().slice(1, 0, kLatent);
+  const TensorView k_pe = projection.view().slice(1, kLatent, kLatent + kRope);
+  const PaddedTensor weight(dtype(), {kLatent});
+  fill_normal(weight, 6);
+  const Tensor cos_sin = Tensor::empty(DType::f32, {40, kRope});
+  fill_uniform(cos_sin, 8, -1, 1);
+  std::vector<std::int64_t> slots{5, -1, 0, 3}, positions{7, 39, 0, 21};
+  const TensorView slot_mapping = TensorView::of(slots.data(), {kTokens});
+
+  const PaddedTensor normed(dtype(), {kTokens, kLatent}), turned(dtype(), {kTokens, kRope});
+  rms_norm(ctx(), {.x = kv_c, .weight = weight, .out = normed, .eps = 1e-5f});
+  for (const RopePairing pairing : {RopePairing::neox, RopePairing::interleaved}) {
+    const RopeAngles angles{TensorView::of(positions.data(), {1, kTokens}), cos_sin, pairing, {}};
+    copy(k_pe, turned);
+    rope(ctx(), {turned.view().split(1, 1, kRope), angles});
+    for (const std::string_view name : kv_format_names()) {
+      const KvFormat format = latent_format(name, kLatent, kRope, {0.0137f, 0.0137f});
+      for (const bool norms : {false, true}) {
+        for (const bool turns : {false, true}) {
+          SCOPED_TRACE(::testing::Message() << name << ", norms " << norms << ", turns " << turns);
+          const std::int64_t bytes = 6 * format.row_bytes();
+          const KvCacheLayout layout{.num_blocks = 2, .block_size = 3};
+          const PagedKvCache separate = PagedKvCache::allocate(format, layout);
+          const PagedKvCache fused = PagedKvCache::allocate(format, layout);
+          poison_bytes(separate.slot(0), bytes);
+          poison_bytes(fused.slot(0), bytes);
+          kv_append(ctx(), {norms ? normed : kv_c, turns ? turned : k_pe, slot_mapping, &separate});
+          kv_append(ctx(), {.kv_c = kv_c,
+                            .k_pe = k_pe,
+                            .slot_mapping = slot_mapping,
+                            .cache = &fused,
+                            .norm_weight = norms ? weight.view() : TensorView{},
+                            .norm_eps = 1e-5f,
+                            .rope = turns ? angles : RopeAngles{}});
+          EXPECT_EQ(0, std::memcmp(separate.slot(0), fused.slot(0),
+                                   static_cast<std::size_t>(bytes)));
+        }
+      }
+    }
+  }
+  EXPECT_TRUE(projection.padding_untouched());
+}
+
 TEST_P(KvFormatsAppend, ScalesMayBePowersOfTwo) {
   const PaddedTensor kv_c(dtype(), {1, 512}), k_pe(dtype(), {1, 64});
   fill_normal(kv_c, 5);

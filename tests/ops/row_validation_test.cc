@@ -146,6 +146,7 @@ TEST_F(RowValidation, KvAppendWritesNothingWhenOneSlotIsBad) {  // B069, B070
                  });
   }
   const std::int32_t slots[] = {0, 1, 2};
+  const Tensor cos_sin = Tensor::zeros(DType::f32, {3, 8});
   const TensorView in_cache = TensorView::contiguous(memory.view().data, DType::bf16, {3, 32});
   const Bad<KvAppendParams> cases[] = {
       {[](auto& p) { p.cache = nullptr; }, {"cache is null", "40"}},
@@ -154,6 +155,18 @@ TEST_F(RowValidation, KvAppendWritesNothingWhenOneSlotIsBad) {  // B069, B070
       {[](auto& p) { p.slot_mapping = p.slot_mapping.slice(0, 0, 2); }, {"slot_mapping", "T = 3"}},
       {[](auto& p) { p.slot_mapping.dtype = DType::u8; }, {"slot_mapping is u8", "i32 or i64"}},
       {[&](auto& p) { p.kv_c = in_cache; }, {"cache", "shares memory with kv_c"}},
+      {[&](auto& p) { p.norm_weight = kv_c.view().select(0, 0).slice(0, 0, 31); },
+       {"norm_weight", "[31]", "L = 32"}},
+      {[&](auto& p) {
+         p.norm_weight = kv_c.view().select(0, 0);
+         p.norm_eps = -1;
+       },
+       {"norm_eps is -1"}},
+      {[&](auto& p) { p.rope.positions = TensorView::of(slots, {3}); }, {"cos_sin is absent"}},
+      {[&](auto& p) { p.rope = {TensorView::of(slots, {3}), cos_sin.view().slice(1, 0, 6), {}, {}}; },
+       {"cos_sin", "R = 8"}},
+      {[&](auto& p) { p.rope = {TensorView::of(slots, {3}), cos_sin.view().slice(0, 0, 2), {}, {}}; },
+       {"positions[2] is 2", "[0, 2)"}},
   };
   for (const auto& [spoil, parts] : cases) {
     SCOPED_TRACE(parts.front());

@@ -26,7 +26,7 @@ std::int64_t scratch(const OpContext& ctx, const Params& params) {
   return bytes(kernels, ctx, params);
 }
 
-/// Every op takes every compute dtype, format, width and stride, but for what gqa_append says.
+/// Every op takes every compute dtype, format, width and stride, but for what the appends say.
 template <const char* isa, const cpu::Kernels& kernels>
 struct Table {
   static constexpr Implementation<RmsNormParams> kRmsNorm{
@@ -34,7 +34,7 @@ struct Table {
   static constexpr Implementation<RopeParams> kRope{isa, nullptr, nullptr,
                                                     run<kernels, RopeParams, cpu::rope>};
   static constexpr Implementation<KvAppendParams> kKvAppend{
-      isa, nullptr, nullptr, run<kernels, KvAppendParams, cpu::kv_append>};
+      isa, cpu::kv_append_declines, nullptr, run<kernels, KvAppendParams, cpu::kv_append>};
   static constexpr Implementation<GqaAppendParams> kGqaAppend{
       isa, cpu::gqa_append_declines, nullptr, run<kernels, GqaAppendParams, cpu::gqa_append>};
   static constexpr Implementation<KvGatherParams> kKvGather{

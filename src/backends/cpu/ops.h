@@ -9,6 +9,7 @@ namespace fovea::cpu {
 void rms_norm(const Kernels& kernels, const OpContext& ctx, const RmsNormParams& params);
 void rope(const Kernels& kernels, const OpContext& ctx, const RopeParams& params);
 void kv_append(const Kernels& kernels, const OpContext& ctx, const KvAppendParams& params);
+const char* kv_append_declines(const KvAppendParams& params);
 void gqa_append(const Kernels& kernels, const OpContext& ctx, const GqaAppendParams& params);
 const char* gqa_append_declines(const GqaAppendParams& params);
 void kv_gather(const Kernels& kernels, const OpContext& ctx, const KvGatherParams& params);

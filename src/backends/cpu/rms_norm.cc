@@ -3,6 +3,7 @@
 
 #include "backends/cpu/ops.h"
 #include "backends/cpu/partition.h"
+#include "backends/cpu/rms_norm.h"
 #include "backends/cpu/rows.h"
 
 namespace fovea::cpu {
@@ -34,21 +35,25 @@ float row_scale(const Kernels& kernels, const Row& x, DType dtype, std::int64_t 
 
 }  // namespace
 
+void norm_row(const Kernels& kernels, const Row& x, std::int64_t width, const TensorView& weight,
+              float eps, const Row& out) {
+  const Row weight_row = row_of(weight, {});
+  const float scale = row_scale(kernels, x, x.dtype, width, eps);
+  alignas(64) float weights[kRowChunk];
+  for (std::int64_t i = 0; i < width; i += kRowChunk) {
+    const std::int64_t count = std::min(kRowChunk, width - i);
+    load_row(kernels, weight_row.from(i), count, weights);
+    kernels.scale_by_weight[static_cast<std::size_t>(x.dtype)](x.from(i).data, scale, weights,
+                                                               count, out.from(i).data);
+  }
+}
+
 void rms_norm(const Kernels& kernels, const OpContext& ctx, const RmsNormParams& params) {
   const std::int64_t width = params.x.shape[1];
-  const auto dtype = static_cast<std::size_t>(params.x.dtype);
-  const Row weight = row_of(params.weight, {});
   for_row_ranges(*ctx.pool, params.x.shape[0], width, [&](std::int64_t begin, std::int64_t end) {
-    alignas(64) float weights[kRowChunk];
     for (std::int64_t t = begin; t < end; ++t) {
-      const Row x = row_of(params.x, {t});
-      const Row out = row_of(params.out, {t});
-      const float scale = row_scale(kernels, x, params.x.dtype, width, params.eps);
-      for (std::int64_t i = 0; i < width; i += kRowChunk) {
-        const std::int64_t count = std::min(kRowChunk, width - i);
-        load_row(kernels, weight.from(i), count, weights);
-        kernels.scale_by_weight[dtype](x.from(i).data, scale, weights, count, out.from(i).data);
-      }
+      norm_row(kernels, row_of(params.x, {t}), width, params.weight, params.eps,
+               row_of(params.out, {t}));
     }
   });
 }

@@ -42,18 +42,35 @@ void encode(const PagedKvCache& cache, std::span<const float> values, std::byte*
               std::span(row + head * bytes, static_cast<std::size_t>(bytes)));
 }
 
+/// `value` as an element of `dtype` holds it.
+double rounded(DType dtype, double value) {
+  switch (dtype) {
+    case DType::f16:
+      return widen(narrow<Float16>(static_cast<float>(value)));
+    case DType::bf16:
+      return widen(narrow<BFloat16>(static_cast<float>(value)));
+    default:
+      return static_cast<float>(value);
+  }
+}
+
+/// To `out`, which may be `x`; rounded to x's dtype first.
+void norm(const Row& x, const TensorView& weight, float eps, const Row& out) {
+  const Row weights{weight.data, weight.dtype, weight.strides[0], weight.shape[0]};
+  double sum = 0;
+  for (std::int64_t d = 0; d < x.size; ++d) sum += get(x, d) * get(x, d);
+  const double mean = sum / static_cast<double>(x.size);
+  const double scale = 1 / std::sqrt(mean + static_cast<double>(eps));
+  for (std::int64_t d = 0; d < x.size; ++d) {
+    set(out, d, rounded(x.dtype, get(x, d) * scale * get(weights, d)));
+  }
+}
+
 }  // namespace
 
 void rms_norm(const OpContext&, const RmsNormParams& p) {
-  const Row weight{p.weight.data, p.weight.dtype, p.weight.strides[0], p.weight.shape[0]};
   for (std::int64_t t = 0; t < p.x.shape[0]; ++t) {
-    const Row x = row_of(p.x, t);
-    const Row out = row_of(p.out, t);
-    double sum = 0;
-    for (std::int64_t d = 0; d < x.size; ++d) sum += get(x, d) * get(x, d);
-    const double mean = sum / static_cast<double>(x.size);
-    const double scale = 1 / std::sqrt(mean + static_cast<double>(p.eps));
-    for (std::int64_t d = 0; d < x.size; ++d) set(out, d, get(x, d) * scale * get(weight, d));
+    norm(row_of(p.x, t), p.weight, p.eps, row_of(p.out, t));
   }
 }
 
@@ -66,18 +83,6 @@ void add_residual(const OpContext& ctx, const AddResidualParams& p) {
 }
 
 namespace {
-
-/// `value` as an element of `dtype` holds it.
-double rounded(DType dtype, double value) {
-  switch (dtype) {
-    case DType::f16:
-      return widen(narrow<Float16>(static_cast<float>(value)));
-    case DType::bf16:
-      return widen(narrow<BFloat16>(static_cast<float>(value)));
-    default:
-      return static_cast<float>(value);
-  }
-}
 
 /// The first R channels of `x`, turned, to `out`, which may be `x`; rounded to x's dtype first.
 void rotate(const RopeAngles& angles, std::int64_t token, const Row& x, const Row& out) {
@@ -147,8 +152,12 @@ void kv_append(const OpContext&, const KvAppendParams& p) {
     const std::int64_t slot = index_at(p.slot_mapping, t);
     if (slot == -1) continue;
     const Row row = is_plain(cache) ? row_of_cache(cache, cache.slot(slot)) : buffer.row();
-    copy(row_of(p.kv_c, t), part_of(row, 0, latent));
-    copy(row_of(p.k_pe, t), part_of(row, latent, row.size));
+    const Row kv_c = row_of(p.kv_c, t), k_pe = row_of(p.k_pe, t);
+    const Row stored_latent = part_of(row, 0, latent), stored_rope = part_of(row, latent, row.size);
+    copy(kv_c, stored_latent);
+    copy(k_pe, stored_rope);
+    if (p.norm_weight) norm(kv_c, p.norm_weight, p.norm_eps, stored_latent);
+    if (p.rope.cos_sin) rotate(p.rope, t, k_pe, stored_rope);
     if (!is_plain(cache)) encode(cache, buffer.values(), cache.slot(slot), 0);
   }
 }

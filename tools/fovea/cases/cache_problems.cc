@@ -9,16 +9,21 @@
 namespace fovea::cases {
 namespace {
 
+constexpr std::int64_t kMaxAppendPosition = 4096;
+constexpr float kNormEps = 1e-6f;
+
 /// Rows that are moved between equal dtypes stay as they are, bit for bit.
 double move_limit(DType from, DType to) { return from == to ? 0.0 : rounding(to); }
 
+/// With `fused` latents are normed and keys turn on the way.
 class KvAppendProblem : public Problem {
  public:
   KvAppendProblem(const CaseLine& line, const OpContext& ctx)
       : ctx_(ctx),
         random_(static_cast<std::uint64_t>(line.integer("seed", 0, {0}))),
         kv_lora_rank_(line.integer("kv_lora_rank", 512)),
-        rope_dim_(line.integer("rope", 64)) {
+        rope_dim_(line.integer("rope", 64)),
+        is_fused_(line.integer("fused", 0, {0, 1}) == 1) {
     const std::int64_t tokens = line.integer("tokens", 512, {0});
     const std::int64_t pad = line.integer("pad", 0, {0});
     const auto skip_percent = static_cast<double>(line.integer("skip", 0, {0, 100}));
@@ -31,14 +36,30 @@ class KvAppendProblem : public Problem {
     k_pe_ = normal_array(ctx, {line.dtype(), {tokens, rope_dim_}, pad}, random_);
     for (std::int64_t t = 0; t < tokens; ++t) {
       slots_.push_back(random_.chance(skip_percent / 100) ? -1 : sequences_.slot(0, t));
+      positions_.push_back(random_.integer(0, kMaxAppendPosition - 1));
     }
     slot_mapping_ = index_array(ctx, slots_);
+    position_rows_ = index_array(ctx, positions_);
+    if (is_fused_) {
+      norm_weight_ = normal_array(ctx, {line.dtype(), {kv_lora_rank_}}, random_);
+      RopeConfig config;
+      config.dim = rope_dim_;
+      config.max_position = kMaxAppendPosition;
+      config.pairing = RopePairing::neox;
+      rotary_ = RotaryEmbedding(config, ctx.memory);
+    }
   }
   void run() override {
-    kv_append(ctx_, {.kv_c = kv_c_.view,
-                     .k_pe = k_pe_.view,
-                     .slot_mapping = slot_mapping_,
-                     .cache = &sequences_.cache});
+    KvAppendParams params{.kv_c = kv_c_.view,
+                          .k_pe = k_pe_.view,
+                          .slot_mapping = slot_mapping_,
+                          .cache = &sequences_.cache};
+    if (is_fused_) {
+      params.norm_weight = norm_weight_.view;
+      params.norm_eps = kNormEps;
+      params.rope = rotary_.angles(position_rows_);
+    }
+    kv_append(ctx_, params);
   }
   Work work() const override {
     const auto elements = static_cast<double>(kv_c_.view.numel() + k_pe_.view.numel());
@@ -48,9 +69,14 @@ class KvAppendProblem : public Problem {
                      static_cast<double>(bytes_of(kv_c_.view.dtype, 1) + bytes_of(stored, 1))};
   }
   CheckResult check() const override {
-    RowChecker checker(move_limit(kv_c_.view.dtype, sequences_.cache.format().dtype));
-    const std::vector<double> kv_c = kv_c_.values();
-    const std::vector<double> k_pe = k_pe_.values();
+    const double moved = move_limit(kv_c_.view.dtype, sequences_.cache.format().dtype);
+    RowChecker checker(is_fused_ ? moved + row_limit(kv_c_.view.dtype) : moved);
+    std::vector<double> kv_c = kv_c_.values();
+    std::vector<double> k_pe = k_pe_.values();
+    if (is_fused_) {
+      kv_c = oracle::rms_norm(kv_c, norm_weight_.values(), kNormEps);
+      oracle::rotate(k_pe, positions_, 1, oracle::rotary(rope_dim_, RopeConfig{}.theta, false));
+    }
     for (std::size_t t = 0; t < slots_.size(); ++t) {
       const auto position = static_cast<std::int64_t>(t);
       const std::vector<double> stored = sequences_.rows(0, position, position + 1);
@@ -74,11 +100,16 @@ class KvAppendProblem : public Problem {
   Random random_;
   std::int64_t kv_lora_rank_;
   std::int64_t rope_dim_;
+  bool is_fused_;
   CachedSequences sequences_;
   Array kv_c_;
   Array k_pe_;
   std::vector<std::int64_t> slots_;
   Tensor slot_mapping_;
+  Array norm_weight_;
+  RotaryEmbedding rotary_;
+  std::vector<std::int64_t> positions_;
+  Tensor position_rows_;
 };
 
 class KvGatherProblem : public Problem {
@@ -167,14 +198,14 @@ class GqaAppendProblem : public Problem {
     v_ = normal_array(ctx, {line.dtype(), {tokens, kv_heads_, v_dim_}, pad}, random_);
     for (std::int64_t t = 0; t < tokens; ++t) {
       slots_.push_back(random_.chance(skip_percent / 100) ? -1 : sequences_.slot(0, t));
-      positions_.push_back(random_.integer(0, kMaxPosition - 1));
+      positions_.push_back(random_.integer(0, kMaxAppendPosition - 1));
     }
     slot_mapping_ = index_array(ctx, slots_);
     position_rows_ = index_array(ctx, positions_);
     if (rope_dim_ > 0) {
       RopeConfig config;
       config.dim = rope_dim_;
-      config.max_position = kMaxPosition;
+      config.max_position = kMaxAppendPosition;
       config.pairing = is_interleaved_ ? RopePairing::interleaved : RopePairing::neox;
       rotary_ = RotaryEmbedding(config, ctx.memory);
     }
@@ -231,8 +262,6 @@ class GqaAppendProblem : public Problem {
   }
 
  private:
-  static constexpr std::int64_t kMaxPosition = 4096;
-
   const OpContext& ctx_;
   Random random_;
   std::int64_t kv_heads_;

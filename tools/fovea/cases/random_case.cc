@@ -57,6 +57,7 @@ void fill_cache_op(CaseLine& line, Random& random) {
   if (line.op() == "kv_append") {
     line.set("tokens", length(random, 0, 200)).set("skip", random.integer(0, 30));
     line.set("kv_lora_rank", length(random, 1, 520)).set("rope", 2 * random.integer(1, 32));
+    if (random.chance(0.5)) line.set("fused", 1);
   } else {
     const auto requests = static_cast<std::size_t>(random.integer(1, 5));
     line.set("lens", lengths(random, requests, 0, 200));

@@ -26,6 +26,18 @@ __device__ T reduce_block(T value, Combine combine) {
   return value;
 }
 
+/// 1 / sqrt(mean(x^2) + eps) of a row whose channel i is channel(i), in every thread.
+template <class Channel>
+__device__ double rms_norm_scale(std::int64_t width, float eps, const Channel& channel) {
+  double sum = 0;
+  for (std::int64_t i = threadIdx.x; i < width; i += kThreads) {
+    const double x = channel(i);
+    sum += x * x;
+  }
+  sum = reduce_block(sum, [](double a, double b) { return a + b; });
+  return 1 / sqrt(sum / static_cast<double>(width) + static_cast<double>(eps));
+}
+
 /// `blocks` blocks of kThreads threads; none is fine.
 template <class... Params, class... Args>
 void launch_shared(const OpContext& ctx, std::int64_t blocks, std::int64_t shared_bytes,

@@ -100,15 +100,26 @@ __device__ bool is_slot(DeviceFault* fault, std::int64_t t, std::int64_t slot,
 }
 
 /// A block per token.
-__global__ void kv_append_kernel(TensorView kv_c, TensorView k_pe, TensorView slot_mapping,
+__global__ void kv_append_kernel(TensorView kv_c, TensorView k_pe, TensorView norm_weight,
+                                 float norm_eps, RopeAngles rope, TensorView slot_mapping,
                                  CacheRows cache, std::int64_t num_slots, DeviceFault* fault) {
   const std::int64_t t = blockIdx.x;
   const std::int64_t slot = load_index(slot_mapping, at(slot_mapping, t));
   if (slot == -1 || !is_slot(fault, t, slot, num_slots)) return;
+  if (!has_positions(fault, rope, t)) return;
   const std::int64_t latent = kv_c.shape[1];
+  const auto latent_channel = [&](std::int64_t i) {
+    return load(kv_c.data, kv_c.dtype, at(kv_c, t, i));
+  };
+  const auto rope_channel = [&](std::int64_t i) {
+    return load(k_pe.data, k_pe.dtype, at(k_pe, t, i));
+  };
+  const double scale = norm_weight.data ? rms_norm_scale(latent, norm_eps, latent_channel) : 1;
   const auto value = [&](std::int64_t i) {
-    return i < latent ? load(kv_c.data, kv_c.dtype, at(kv_c, t, i))
-                      : load(k_pe.data, k_pe.dtype, at(k_pe, t, i - latent));
+    if (i >= latent) return turned_channel(rope, t, i - latent, k_pe.dtype, rope_channel);
+    if (!norm_weight.data) return latent_channel(i);
+    const double weight = load(norm_weight.data, norm_weight.dtype, at(norm_weight, i));
+    return rounded(kv_c.dtype, latent_channel(i) * scale * weight);
   };
   encode_head(cache.head, value, cache.slot(slot));
 }
@@ -124,12 +135,8 @@ __global__ void gqa_append_kernel(TensorView heads, TensorView slot_mapping, Rop
   const auto stored = [&](std::int64_t i) {
     return load(heads.data, heads.dtype, at(heads, t, n, i));
   };
-  const std::int64_t pairs = rope.cos_sin.data ? rope.cos_sin.shape[1] / 2 : 0;
   const auto value = [&](std::int64_t i) {
-    if (i >= 2 * pairs) return stored(i);
-    const std::int64_t pair = rope.pairing == RopePairing::neox ? i % pairs : i / 2;
-    const TurnedPair turned = turn_pair(rope, t, pair, heads.dtype, stored);
-    return i == turned.first ? turned.first_value : turned.second_value;
+    return turned_channel(rope, t, i, heads.dtype, stored);
   };
   encode_head(cache.head, value, cache.slot(slot) + n * cache.head.bytes);
 }
@@ -172,7 +179,8 @@ __global__ void kv_gather_kernel(const __grid_constant__ Pieces pieces, CacheRow
 }  // namespace
 
 void kv_append(const OpContext& ctx, const KvAppendParams& p) {
-  launch(ctx, p.kv_c.shape[0], kv_append_kernel, p.kv_c, p.k_pe, p.slot_mapping,
+  launch(ctx, p.kv_c.shape[0], kv_append_kernel, p.kv_c, p.k_pe, p.norm_weight, p.norm_eps,
+         p.rope, p.slot_mapping,
          CacheRows(*p.cache, 1), p.cache->num_slots(), ctx.device_fault);
 }
 

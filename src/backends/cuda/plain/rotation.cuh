@@ -33,4 +33,15 @@ __device__ TurnedPair turn_pair(const RopeAngles& angles, std::int64_t token, st
   return turned;
 }
 
+/// Channel i of a head that turns; beyond R, or without cos_sin, what it is.
+template <class LoadChannel>
+__device__ auto turned_channel(const RopeAngles& angles, std::int64_t token, std::int64_t i,
+                               DType dtype, LoadChannel load_channel) -> decltype(load_channel(i)) {
+  const std::int64_t pairs = angles.cos_sin.data ? angles.cos_sin.shape[1] / 2 : 0;
+  if (i >= 2 * pairs) return load_channel(i);
+  const std::int64_t pair = angles.pairing == RopePairing::neox ? i % pairs : i / 2;
+  const TurnedPair turned = turn_pair(angles, token, pair, dtype, load_channel);
+  return i == turned.first ? turned.first_value : turned.second_value;
+}
+
 }  // namespace fovea::cuda

@@ -12,14 +12,8 @@ namespace {
 __global__ void rms_norm_kernel(RmsNormParams p) {
   const std::int64_t t = blockIdx.x;
   const std::int64_t width = p.x.shape[1];
-  double sum = 0;
-  for (std::int64_t d = threadIdx.x; d < width; d += kThreads) {
-    const double x = load(p.x.data, p.x.dtype, at(p.x, t, d));
-    sum += x * x;
-  }
-  sum = reduce_block(sum, [](double a, double b) { return a + b; });
-  const double mean = sum / static_cast<double>(width);
-  const double scale = 1 / sqrt(mean + static_cast<double>(p.eps));
+  const double scale = rms_norm_scale(
+      width, p.eps, [&](std::int64_t d) { return load(p.x.data, p.x.dtype, at(p.x, t, d)); });
   for (std::int64_t d = threadIdx.x; d < width; d += kThreads) {
     const double x = load(p.x.data, p.x.dtype, at(p.x, t, d));
     const double weight = load(p.weight.data, p.weight.dtype, at(p.weight, d));
