@@ -68,18 +68,19 @@ struct Block {
   float sum_of(std::int64_t h, std::int64_t r) const { return row_sum[at(h * stride + r)]; }
 
   void run(bool masked) {
-    const std::byte* k_rows[kTileTokens];
-    const std::byte* v_rows[kTileTokens];
+    const std::byte* k_rows[2 * kTileTokens] = {};
+    const std::byte* v_rows[2 * kTileTokens] = {};
     for (std::int64_t t = 0; t < kTileTokens; ++t) {
       k_rows[t] = reinterpret_cast<const std::byte*>(key(0, std::min(t, tokens - 1), 0));
       v_rows[t] = reinterpret_cast<const std::byte*>(value(0, std::min(t, tokens - 1), 0));
     }
     const auto rows = [](const std::byte* const* from, std::int64_t channels) {
       return cpu::StoredRows{.rows = from,
-                             .next_rows = nullptr,
-                             .scales = nullptr,
+                             .has_next = false,
                              .head_at = 0,
                              .head_bytes = channels * 4,
+                             .scales_at = -1,
+                             .scale = 1.f,
                              .channels = channels,
                              .groups = {.count = 1, .end = {channels}}};
     };
@@ -194,6 +195,66 @@ TEST_P(InPlace, ANaNReachesTheRowsThatSeeItAndNoOther) {
         continue;
       }
       for (std::int64_t c = 0; c < kV; ++c) EXPECT_TRUE(std::isnan(dirty.row(h, r)[c])) << r;
+    }
+  }
+}
+
+TEST_P(InPlace, ProductsOfInt8AddUpExactly) {
+  // Two groups, neither whole vectors, whose scales lie behind the codes; 1, 2 and 4 rows at once.
+  constexpr std::int64_t kChannels = 90, kFirst = 50, kStride = 112, kTokens = 51, kCount = 7;
+  struct Key {
+    std::int8_t codes[kChannels];
+    std::byte scales[2 * sizeof(float)];
+  };
+  std::vector<Key> keys(kTokens);
+  std::vector<std::int16_t> q(8 * kStride);
+  const std::byte* rows[2 * kTileTokens] = {};
+  const float scales[2] = {0x1p-9f, 0x1p-8f};
+  for (std::int64_t t = 0; t < kTileTokens; ++t) {
+    Key& key = keys[Block::at(std::min(t, kTokens - 1))];
+    rows[t] = reinterpret_cast<const std::byte*>(&key);
+    std::memcpy(key.scales, scales, sizeof scales);
+    if (t >= kTokens) continue;
+    for (std::int64_t c = 0; c < kChannels; ++c) {
+      key.codes[c] = static_cast<std::int8_t>((37 * t + 101 * c) % 256 - 128);
+    }
+  }
+  for (std::int64_t r = 0; r < kCount; ++r) {
+    for (std::int64_t c = 0; c < kChannels; ++c) {
+      const std::int64_t code = (r * 7919 + c * 12289) % 65535 - 32767;
+      q[Block::at(r * kStride + c)] = static_cast<std::int16_t>(code);
+    }
+  }
+  std::vector<float> scores(kBlockRows * kTileTokens);
+  const std::vector<float> steps(8, 0x1p-15f);
+  cpu::InPlaceTile tile{};
+  tile.scores = scores.data();
+  tile.capacity = kTileTokens;
+  tile.tokens = kTokens;
+  tile.rows = 8;
+  tile.heads = 1;
+  tile.head_rows = kCount;
+  tile.head_stride = 8;
+  tile.q_codes = q.data();
+  tile.q_steps = steps.data();
+  tile.q_stride = kStride;
+  tile.k = {.rows = rows, .has_next = false, .head_at = 0, .head_bytes = sizeof(Key),
+            .scales_at = kChannels, .scale = 0.f, .channels = kChannels,
+            .groups = {.count = 2, .end = {kFirst, kChannels}}};
+  kernels().score_int8_in_place(tile);
+  for (std::int64_t r = 0; r < kCount; ++r) {
+    for (std::int64_t t = 0; t < kTokens; ++t) {
+      float expected = 0;
+      for (int g = 0; g < 2; ++g) {
+        std::int32_t sum = 0;
+        for (std::int64_t c = g == 0 ? 0 : kFirst; c < tile.k.groups.end[g]; ++c) {
+          sum += q[Block::at(r * kStride + c)] * keys[Block::at(t)].codes[c];
+        }
+        expected += static_cast<float>(sum) * (steps[0] * scales[g]);
+      }
+      const std::int64_t lanes = kernels().lanes;
+      const float got = scores[Block::at((r / lanes * kTileTokens + t) * lanes + r % lanes)];
+      ASSERT_NEAR(expected, got, 1e-5) << "row " << r << ", token " << t;
     }
   }
 }

@@ -23,6 +23,8 @@ BFloat16 bf16(std::uint64_t seed, std::int64_t a, std::int64_t b) {
       random_normal(seed + static_cast<std::uint64_t>(a), static_cast<std::uint64_t>(b))));
 }
 
+const std::byte* bytes_of(const BFloat16* row) { return reinterpret_cast<const std::byte*>(row); }
+
 /// Rows of keys and values, some distance apart.
 struct Operands {
   explicit Operands(std::int64_t num_tokens, std::int64_t k_stride = kQk)
@@ -101,8 +103,8 @@ class PairState : public IsaTest {
     return [&operands](cpu::PairState& state) {
       const float one = 1.f;
       for (std::int64_t t = 0; t < operands.tokens; ++t) {
-        state.set_key(t, operands.key(t), &one);
-        state.set_value(t, operands.value(t), &one);
+        state.set_key(t, bytes_of(operands.key(t)), &one);
+        state.set_value(t, bytes_of(operands.value(t)), &one);
       }
       state.finish_load(operands.tokens, 0);
     };
@@ -159,8 +161,8 @@ TEST_P(PairState, BitsDoNotDependOnWhereKeysLie) {
       for (std::int64_t t = 0; t < kTokens; ++t) {
         auto* row = reinterpret_cast<BFloat16*>(memory.data() + place(t));
         std::memcpy(row, operands.key(t), kQk * sizeof(BFloat16));
-        state.set_key(t, row, &one);
-        state.set_value(t, operands.value(t), &one);
+        state.set_key(t, bytes_of(row), &one);
+        state.set_value(t, bytes_of(operands.value(t)), &one);
       }
       state.finish_load(kTokens, 0);
     };
@@ -230,8 +232,8 @@ TEST_P(PairState, ScalesOfGroupsMultiplyTheirChannels) {
     for (std::int64_t t = 0; t < kTokens; ++t) {
       const float k_scales[] = {k_scale(t, 0), k_scale(t, 1), k_scale(t, 2)};
       const float v_scales[] = {v_scale(t, 0), v_scale(t, 1)};
-      state.set_key(t, codes.key(t), k_scales);
-      state.set_value(t, codes.value(t), v_scales);
+      state.set_key(t, bytes_of(codes.key(t)), k_scales);
+      state.set_value(t, bytes_of(codes.value(t)), v_scales);
     }
     state.finish_load(kTokens, 0);
   };
@@ -241,6 +243,50 @@ TEST_P(PairState, ScalesOfGroupsMultiplyTheirChannels) {
   const TensorView out = TensorView::of(got.out.data(), {kRows, kV});
   EXPECT_TRUE(rows_close(std::vector<double>(expected.out.begin(), expected.out.end()), out,
                          {0x1p-8, 0}));
+}
+
+TEST_P(PairState, KeysOfInt8MeetAQueryInFixedPoint) {
+  if (!kernels().pairs) GTEST_SKIP() << "no products of pairs";
+  constexpr std::int64_t kTokens = 77, kValues = 32;
+  Operands codes(kTokens);
+  std::vector<std::int16_t> integers(static_cast<std::size_t>(kTokens * kQk));
+  const auto integer = [&](std::int64_t t) { return &integers[static_cast<std::size_t>(t * kQk)]; };
+  for (std::int64_t t = 0; t < kTokens; ++t) {
+    for (std::int64_t c = 0; c < kQk; ++c) {
+      const auto code = static_cast<std::int16_t>((t * 37 + c * 101) % 255 - 127);
+      integer(t)[c] = code;
+      codes.key(t)[c] = from_float<BFloat16>(static_cast<float>(code));
+    }
+  }
+  for (const bool in_keys : {false, true}) {
+    SCOPED_TRACE(in_keys ? "values are in the keys" : "values of their own");
+    cpu::AttendShape bf16_keys = shape();
+    bf16_keys.values_in_keys = in_keys;
+    if (in_keys) bf16_keys.v_channels = kValues;
+    bf16_keys.k_groups = {.count = 2, .end = {kValues, kQk}};
+    bf16_keys.v_groups = one_group(bf16_keys.v_channels);
+    cpu::AttendShape int8_keys = bf16_keys;
+    int8_keys.int8_keys = true;
+    const auto load = [&](cpu::PairState& state) {
+      for (std::int64_t t = 0; t < kTokens; ++t) {
+        const float scales[] = {0.02f + 0.0001f * static_cast<float>(t), 0.03f};
+        const float one = 1.f;
+        state.set_key(t, state.int8_keys() ? reinterpret_cast<const std::byte*>(integer(t))
+                                           : bytes_of(codes.key(t)), scales);
+        if (!in_keys) state.set_value(t, bytes_of(codes.value(t)), &one);
+      }
+      state.finish_load(kTokens, 0);
+    };
+    const Result expected = run(bf16_keys, 0, kRows, kTokens, load, sees_all);
+    const Result got = run(int8_keys, 0, kRows, kTokens, load, sees_all);
+    for (std::int64_t r = 0; r < kRows; ++r) {
+      EXPECT_NEAR(expected.lse[static_cast<std::size_t>(r)], got.lse[static_cast<std::size_t>(r)],
+                  0x1p-11) << "row " << r;
+      for (std::int64_t c = 0; c < bf16_keys.v_channels; ++c) {
+        ASSERT_NEAR(expected.row(r)[c], got.row(r)[c], 0x1p-6) << "row " << r << ", channel " << c;
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -57,6 +57,12 @@ class BackendTest : public ::testing::TestWithParam<BackendAndDType> {
   const OpContext& ctx() const { return runtime_; }
   DType dtype() const { return std::get<1>(GetParam()); }
   const std::string& backend() const { return std::get<0>(GetParam()); }
+  /// What a weight may be off by, relative to itself, before it multiplies values,
+  /// for queries of bf16: docs/semantics.md, Rounding.
+  double weight_rounding() const {
+    const bool rounds = backend() == "scalar" || backend() == "avx512_bf16" || backend() == "cuda";
+    return rounds ? 0x1p-8 : 0;
+  }
 
  private:
   Runtime runtime_{options_of(std::get<0>(GetParam()), 2)};

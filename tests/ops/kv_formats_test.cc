@@ -198,7 +198,8 @@ class GqaFormatProblem {
     return path_ == Path::new_tokens_beside ? new_v_.view() : TensorView();
   }
 
-  std::vector<double> expected(float sm_scale) const {
+  /// Of the stored values; `magnitudes`: of their magnitudes.
+  std::vector<double> expected(float sm_scale, bool magnitudes = false) const {
     std::vector<double> all;
     for (std::size_t r = 0; r < 2; ++r) {
       const bool beside = path_ == Path::new_tokens_beside;
@@ -213,6 +214,9 @@ class GqaFormatProblem {
         const std::vector<double> own_k = own(new_k_), own_v = own(new_v_);
         k.insert(k.end(), own_k.begin(), own_k.end());
         v.insert(v.end(), own_v.begin(), own_v.end());
+      }
+      if (magnitudes) {
+        for (double& x : v) x = std::abs(x);
       }
       const auto one = oracle::attention(
           {.num_queries = kQueryLens[r],
@@ -243,7 +247,25 @@ class GqaFormatProblem {
   PaddedTensor q_, new_k_, new_v_, out_;
 };
 
-TEST_P(KvFormats, GroupedQueriesEqualTheStoredValues) {
+class GroupedKvFormats : public KvFormats {
+ protected:
+  void run_decode(const GqaFormatProblem& problem, float sm_scale) {
+    const DecodeSchedule schedule =
+        schedule_decode(kQueryStart, kSeqLens, {.num_workers = 3, .decode_kv_tile = 16});
+    const AttentionDecodeParams params{.q = problem.q(),
+                                       .kv = problem.paged(),
+                                       .out = problem.out(),
+                                       .lse = {},
+                                       .schedule = &schedule,
+                                       .variant = {},
+                                       .sm_scale = sm_scale,
+                                       .sinks = {}};
+    run_poisoned(params, problem.out(), [&] { attention_decode(ctx(), params); });
+  }
+};
+FOVEA_FOR_EACH_BACKEND(GroupedKvFormats);
+
+TEST_P(GroupedKvFormats, GroupedQueriesEqualTheStoredValues) {
   constexpr float kScale = 0.2f;
   for (const std::string_view name : kv_format_names()) {
     if (name == "fp8_ds_mla") continue;  // A latent row.
@@ -253,17 +275,7 @@ TEST_P(KvFormats, GroupedQueriesEqualTheStoredValues) {
                      std::to_string(static_cast<int>(path)));
         const GqaFormatProblem problem(name, block_size, path, dtype());
         if (path == Path::decode) {
-          const DecodeSchedule schedule =
-              schedule_decode(kQueryStart, kSeqLens, {.num_workers = 3, .decode_kv_tile = 16});
-          AttentionDecodeParams params{.q = problem.q(),
-                                       .kv = problem.paged(),
-                                       .out = problem.out(),
-                                       .lse = {},
-                                       .schedule = &schedule,
-                                       .variant = {},
-                                       .sm_scale = kScale,
-                                       .sinks = {}};
-          run_poisoned(params, problem.out(), [&] { attention_decode(ctx(), params); });
+          run_decode(problem, kScale);
         } else {
           const PrefillSchedule schedule = schedule_prefill(kQueryStart, kKeyStart, 2);
           AttentionPrefillParams params{.q = problem.q(),
@@ -282,6 +294,28 @@ TEST_P(KvFormats, GroupedQueriesEqualTheStoredValues) {
         EXPECT_TRUE(
             rows_close(problem.expected(kScale), problem.out(), attention_tolerance(dtype())));
       }
+    }
+  }
+}
+
+/// As rounding_test.cc has it for rows of the queries' own dtype: docs/semantics.md, Rounding.
+class RoundingOverInt8 : public GroupedKvFormats {};
+INSTANTIATE_TEST_SUITE_P(, RoundingOverInt8,
+                         ::testing::Combine(::testing::ValuesIn(available_backends()),
+                                            ::testing::Values(DType::bf16)),
+                         backend_case_name);
+
+TEST_P(RoundingOverInt8, ElementsAreWithinTheirBound) {
+  for (const float scale : {0.05f, 0.3f}) {
+    const GqaFormatProblem problem("int8_per_token", 16, Path::decode, dtype());
+    run_decode(problem, scale);
+    const std::vector<double> expected = problem.expected(scale);
+    const std::vector<double> magnitudes = problem.expected(scale, true);
+    const std::vector<double> got = to_doubles(problem.out());
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      const double unit = std::exp2(std::floor(std::log2(std::abs(expected[i]) + 1e-30)) - 7);
+      const double allowed = 2 * unit + (weight_rounding() + 0x1p-12 + 0x1p-14) * magnitudes[i];
+      ASSERT_NEAR(expected[i], got[i], allowed) << "element " << i << ", scale " << scale;
     }
   }
 }

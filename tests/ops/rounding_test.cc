@@ -8,12 +8,6 @@ namespace {
 
 class Rounding : public BackendTest {
  protected:
-  /// What a weight may be off by, relative to itself, before it multiplies values.
-  double weight_rounding() {
-    const bool rounds = backend() == "scalar" || backend() == "avx512_bf16" || backend() == "cuda";
-    return rounds ? 0x1p-8 : 0;
-  }
-
   /// Two units in the last place of the output, and of the values' mean magnitude the rounding of
   /// weights and the sums' in f32.
   template <class Problem>

@@ -29,6 +29,27 @@ std::int64_t padded_stride(std::int64_t n, std::int64_t element_bytes) {
   return (round_up(n + line - 1, 2 * kMaxLanes) / line | 1) * line;
 }
 
+float to_fixed_point(const float* x, std::int64_t n, std::int64_t summed, std::int16_t* codes) {
+  float largest = 0.f;
+  bool finite = true;
+  for (std::int64_t i = 0; i < n; ++i) {
+    finite = finite && std::isfinite(x[i]);
+    largest = std::max(largest, std::abs(x[i]));
+  }
+  if (!finite || largest == 0.f) {
+    std::fill_n(codes, n, std::int16_t{0});
+    return finite ? 0.f : std::numeric_limits<float>::quiet_NaN();
+  }
+  constexpr std::int64_t kMaxSum = std::numeric_limits<std::int32_t>::max() / 128;
+  const double limit = static_cast<double>(
+      std::min<std::int64_t>(std::numeric_limits<std::int16_t>::max(), kMaxSum / summed));
+  const double factor = limit / static_cast<double>(largest);
+  for (std::int64_t i = 0; i < n; ++i) {
+    codes[i] = static_cast<std::int16_t>(std::lrint(static_cast<double>(x[i]) * factor));
+  }
+  return static_cast<float>(static_cast<double>(largest) / limit);
+}
+
 RowState::RowState(const Kernels& kernels, const AttendShape& shape, std::int64_t capacity,
                    Carver& carver)
     : kernels_(kernels),

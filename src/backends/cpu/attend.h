@@ -29,6 +29,7 @@ struct AttendShape {
   std::int64_t max_rows = 0;    ///< At most kMaxRows.
   std::int64_t max_heads = 1;   ///< Key heads that these are of.
   bool values_in_keys = false;  ///< A value is the first v_channels of its key.
+  bool int8_keys = false;       ///< Stored keys are codes of int8 that meet fixed point.
   float score_factor = 0.f;     ///< sm_scale * log2(e)
   float soft_cap = 0.f;         ///< Of the natural scores; 0: none.
   ChannelGroups k_groups;  ///< Of stored keys; FloatState alone does without these and the next.
@@ -84,6 +85,11 @@ class Carver {
 /// Elements from a row of n to the next: room for whole vectors from any element on, and an odd
 /// number of cache lines. A power of two would put a column of rows into few sets of L1.
 std::int64_t padded_stride(std::int64_t n, std::int64_t element_bytes);
+
+/// n numbers as multiples of what it returns, each off by half of that at most: 2^-16 of the
+/// largest magnitude, more where `summed`, the products with int8 that must add up to int32, are
+/// more than 512. NaN where one is not finite.
+float to_fixed_point(const float* x, std::int64_t n, std::int64_t summed, std::int16_t* codes);
 
 /// Running softmax and sums of values of up to max_rows rows.
 class RowState {

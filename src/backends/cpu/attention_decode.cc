@@ -33,6 +33,8 @@ DecodeCall call_of(const AttentionDecodeParams& params) {
                     .num_kv_heads = kv.num_kv_heads,
                     .shape = {.qk_channels = qk_channels,
                               .v_channels = v_channels,
+                              .int8_keys =
+                                  meets_fixed_point(kv.k_cache->format(), params.q.dtype),
                               .score_factor = params.sm_scale * std::numbers::log2e_v<float>,
                               .k_groups = StoredPairs::groups(kv.k_cache->format(), qk_channels),
                               .v_groups = StoredPairs::groups(kv.v_cache->format(), v_channels)}};

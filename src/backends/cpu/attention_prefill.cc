@@ -102,16 +102,17 @@ class KeyRows {
     const float one = 1.f;
     for (std::int64_t i = 0; i < tile.size(); ++i) {
       const std::int64_t position = tile.begin + i;
-      const auto* codes = reinterpret_cast<const BFloat16*>(key(position).data);
+      const std::byte* codes = key(position).data;
       if (rope_dim_ > 0) {
-        BFloat16* copy = state.key_copy(i);
-        std::copy_n(codes, key_dim_, copy);
-        std::copy_n(reinterpret_cast<const BFloat16*>(rope_key(position).data), rope_dim_,
-                    copy + key_dim_);
+        std::byte* copy = state.key_copy(i);
+        const std::int64_t key_bytes = key_dim_ * std::int64_t{sizeof(BFloat16)};
+        std::copy_n(codes, key_bytes, copy);
+        std::copy_n(rope_key(position).data, rope_dim_ * std::int64_t{sizeof(BFloat16)},
+                    copy + key_bytes);
         codes = copy;
       }
       state.set_key(i, codes, &one);
-      state.set_value(i, reinterpret_cast<const BFloat16*>(value(position).data), &one);
+      state.set_value(i, value(position).data, &one);
     }
     for (std::int64_t i = 0; i < next.size(); ++i) {
       state.set_next_key(i, key(next.begin + i).data);

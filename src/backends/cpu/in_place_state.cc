@@ -13,40 +13,28 @@ void InPlaceRows::finish_load(const KvFormat& format, std::int64_t tokens,
   stored_ = format.scales == KvScales::none
                 ? static_cast<int>(format.dtype)
                 : kNumComputeDTypes + static_cast<int>(codes_of(format.dtype));
-  load_scales(format, tokens);
+  scale_ = format.scale;
+  if (format.scales == KvScales::per_token) {
+    // An empty first group has a scale all the same.
+    scales_at_ = kv_per_token::element_bytes(format) + (format.first_group > 0 ? 0 : 4);
+  }
   // Kernels take whole register tiles.
-  std::fill(rows_ + tokens, rows_ + kTileTokens, rows_[tokens - 1]);
+  const auto repeat_last = [&](const std::byte** rows, std::int64_t count) {
+    std::fill(rows + count, rows + kTileTokens, rows[count - 1]);
+  };
+  repeat_last(rows_, tokens);
   has_next_ = next_tokens > 0;
-  if (has_next_) std::fill(next_ + next_tokens, next_ + kTileTokens, next_[next_tokens - 1]);
-}
-
-void InPlaceRows::load_scales(const KvFormat& format, std::int64_t tokens) {
-  if (format.scales == KvScales::per_tensor) {
-    std::fill_n(scales_, num_heads_ * kTileTokens, format.scale);
-  }
-  if (format.scales != KvScales::per_token) return;
-  // An empty group has a scale in the row, but no place here.
-  const int first = format.first_group > 0 ? 0 : 1;
-  const int last = format.first_group < format.head_elements() ? 1 : 0;
-  const std::int64_t count = last - first + 1;
-  for (std::int64_t t = 0; t < tokens; ++t) {
-    for (std::int64_t head = 0; head < num_heads_; ++head) {
-      const std::byte* bytes = rows_[t] + head * head_bytes_;
-      for (int g = first; g <= last; ++g) {
-        scales_[(head * count + g - first) * kTileTokens + t] =
-            kv_per_token::load_scale(format, bytes, g);
-      }
-    }
-  }
+  if (has_next_) repeat_last(rows_ + kTileTokens, next_tokens);
 }
 
 StoredRows InPlaceRows::from_head(std::int64_t head, std::int64_t channels,
                                   const ChannelGroups& groups) const {
   return {.rows = rows_,
-          .next_rows = has_next_ ? next_ : nullptr,
-          .scales = scales_ + head * groups.count * kTileTokens,
+          .has_next = has_next_,
           .head_at = head * head_bytes_,
           .head_bytes = head_bytes_,
+          .scales_at = scales_at_,
+          .scale = scale_,
           .channels = channels,
           .groups = groups};
 }
@@ -60,10 +48,8 @@ InPlaceState::InPlaceState(const Kernels& kernels, const AttendShape& shape, Car
     : RowState(kernels, shape, kTokens, carver),
       q_stride_(padded_stride(shape.qk_channels, sizeof(float))) {
   q_ = carver.take<float>(shape.max_rows * q_stride_);
-  k_scales_ = carver.take<float>(InPlaceRows::num_scales(shape.max_heads));
-  v_scales_ = shape.values_in_keys
-                  ? nullptr
-                  : carver.take<float>(InPlaceRows::num_scales(shape.max_heads));
+  q_codes_ = reinterpret_cast<std::int16_t*>(q_);
+  q_steps_ = carver.take<float>(shape.max_rows);
   used_ = carver.used();
 }
 
@@ -78,14 +64,21 @@ void InPlaceState::begin(const HeadRows& heads) {
   begin_rows({.count = heads.num_heads * heads.stride});
   // Rows behind a head's last have scores that go nowhere, but are numbers.
   std::fill_n(scores_, kBlockRows * capacity_, 0.f);
-  keys_.begin(heads.num_heads, k_scales_);
-  values_.begin(heads.num_heads, v_scales_);
 }
 
 void InPlaceState::set_query(std::int64_t row) {
+  const std::int64_t channels = shape_.qk_channels;
+  if (shape_.int8_keys) {
+    std::int16_t* codes = q_codes_ + row * q_stride_;
+    const float step = to_fixed_point(query_, channels, shape_.k_groups.widest(), codes);
+    q_steps_[row] = shape_.score_factor * step;
+    std::fill(codes + channels, codes + q_stride_, std::int16_t{0});
+    return;
+  }
   float* q = q_ + row * q_stride_;
-  for (std::int64_t c = 0; c < shape_.qk_channels; ++c) q[c] = query_[c] * shape_.score_factor;
-  std::fill(q + shape_.qk_channels, q + q_stride_, 0.f);
+  q_steps_[row] = 1.f;
+  for (std::int64_t c = 0; c < channels; ++c) q[c] = query_[c] * shape_.score_factor;
+  std::fill(q + channels, q + q_stride_, 0.f);
 }
 
 void InPlaceState::attend_tile(const HeadRows& heads, const QueryRows& queries,
@@ -117,11 +110,13 @@ void InPlaceState::attend(const HeadRows& heads, std::int64_t head, std::int64_t
     tile.row_mask = row_masks;
   }
   tile.q = q_ + first * q_stride_;
+  tile.q_codes = q_codes_ + first * q_stride_;
+  tile.q_steps = q_steps_ + first;
   tile.out = out_row(first);
   tile.k = keys_.from_head(head, shape_.qk_channels, shape_.k_groups);
   if (shape_.values_in_keys) {
     tile.v = keys_.from_head(head, shape_.v_channels, shape_.v_groups);
-    tile.v.next_rows = nullptr;
+    tile.v.has_next = false;
   } else {
     tile.v = values_.from_head(head, shape_.v_channels, shape_.v_groups);
   }
@@ -132,7 +127,9 @@ void InPlaceState::attend(const HeadRows& heads, std::int64_t head, std::int64_t
   tile.out_stride = out_stride_;
   const int values = shape_.values_in_keys ? keys_.stored() : values_.stored();
   alignas(64) float correction[kBlockRows];
-  kernels_.score_in_place[keys_.stored()](tile);
+  const auto score = shape_.int8_keys ? kernels_.score_int8_in_place
+                                      : kernels_.score_in_place[keys_.stored()];
+  score(tile);
   kernels_.weigh(tile, correction);
   kernels_.add_in_place[values](tile, correction);
 }

@@ -6,24 +6,16 @@
 
 namespace fovea::cpu {
 
-/// Keys or values of a tile: where each token's first head lies, and the scales of all heads.
+/// Keys or values of a tile: where each token's first head lies.
 class InPlaceRows {
  public:
   /// Whether elements of `format` are of one kind.
   static bool takes(const KvFormat& format) { return format.scales != KvScales::ds_mla; }
-  /// Of `max_heads` heads and kTileTokens tokens.
-  static std::int64_t num_scales(std::int64_t max_heads) {
-    return max_heads * kMaxGroups * kTileTokens;
-  }
-
-  /// Before the first tile. `scales` has room for num_scales.
-  void begin(std::int64_t num_heads, float* scales) {
-    num_heads_ = num_heads;
-    scales_ = scales;
-  }
   void set_row(std::int64_t token, const std::byte* first_head) { rows_[token] = first_head; }
   /// Of the tile that comes next.
-  void set_next(std::int64_t token, const std::byte* first_head) { next_[token] = first_head; }
+  void set_next(std::int64_t token, const std::byte* first_head) {
+    rows_[kTileTokens + token] = first_head;
+  }
   /// After the tokens of a tile: their number and that of the next. `format` knows its heads.
   void finish_load(const KvFormat& format, std::int64_t tokens, std::int64_t next_tokens);
 
@@ -36,16 +28,12 @@ class InPlaceRows {
   int stored() const { return stored_; }
 
  private:
-  static constexpr int kMaxGroups = 2;
-  void load_scales(const KvFormat& format, std::int64_t tokens);
-
-  std::int64_t num_heads_ = 0;
   std::int64_t head_bytes_ = 0;
+  std::int64_t scales_at_ = -1;
+  float scale_ = 1.f;
   int stored_ = 0;
   bool has_next_ = false;
-  float* scales_ = nullptr;  ///< [num_heads][groups][kTileTokens]
-  const std::byte* rows_[kTileTokens];
-  const std::byte* next_[kTileTokens];
+  const std::byte* rows_[2 * kTileTokens];
 };
 
 /// Queries, running softmax and sums of the rows of up to max_heads key heads.
@@ -81,9 +69,9 @@ class InPlaceState : public RowState {
               std::int64_t count, std::int64_t tokens, const std::uint64_t* masks);
 
   std::int64_t q_stride_;
-  float* q_;         ///< [max_rows][q_stride]
-  float* k_scales_;  ///< As InPlaceRows wants them.
-  float* v_scales_;
+  float* q_;               ///< [max_rows][q_stride]
+  std::int16_t* q_codes_;  ///< The same, instead of it.
+  float* q_steps_;         ///< [max_rows]
   std::int64_t used_;
   InPlaceRows keys_;
   InPlaceRows values_;

@@ -70,6 +70,13 @@ struct ChannelGroups {
   static constexpr int kMax = 5;  ///< DeepSeek's row: four of the latent, and the rope part.
   int count = 0;
   std::int64_t end[kMax] = {};
+  std::int64_t widest() const {
+    std::int64_t channels = 0, begin = 0;
+    for (int g = 0; g < count; begin = end[g++]) {
+      if (end[g] - begin > channels) channels = end[g] - begin;
+    }
+    return channels;
+  }
 };
 
 /// Index of stored elements in the arrays of kernels that read them where they lie: f32, f16 and
@@ -78,23 +85,26 @@ inline constexpr int kNumStored = kNumComputeDTypes + kNumCodes;
 
 /// Keys or values of a tile in memory.
 struct StoredRows {
-  const std::byte* const* rows;       ///< [capacity], readable behind the last token too.
-  const std::byte* const* next_rows;  ///< The same of the tile that comes next; nullptr: none.
-  const float* scales;                ///< [heads][groups.count][capacity], of codes.
-  std::int64_t head_at;               ///< Where the block's first head lies in a row, in bytes.
-  std::int64_t head_bytes;            ///< From a head to the next.
+  /// [2 * capacity], those of the tile that comes next behind it; readable, if not seen, behind the
+  /// last token too.
+  const std::byte* const* rows;
+  bool has_next;
+  std::int64_t head_at;     ///< Where the block's first head lies in a row, in bytes.
+  std::int64_t head_bytes;  ///< From a head to the next.
+  /// Where a head has the float32 scales of its groups, in bytes; negative: all are `scale`.
+  std::int64_t scales_at;
+  float scale;
   std::int64_t channels;
   ChannelGroups groups;
   std::int64_t offset_of(std::int64_t head) const { return head_at + head * head_bytes; }
-  const float* scales_of(std::int64_t head, int group, std::int64_t capacity) const {
-    return scales + (head * groups.count + group) * capacity;
-  }
 };
 
 /// Rows of several key heads against keys and values where they lie. Row r of head h is row
 /// h * head_stride + r of the block; those from head_rows on go nowhere.
 struct InPlaceTile : ScoreBlock {
   const float* q;  ///< Times sm_scale * log2(e): [rows][q_stride], zeros up to whole vectors.
+  const std::int16_t* q_codes;  ///< The same in fixed point, against int8 keys.
+  const float* q_steps;         ///< [rows] of q_codes; 1 where those of q are used.
   float* out;      ///< [rows][out_stride], whole vectors writable: sum of weights times values.
   StoredRows k;
   StoredRows v;
@@ -107,14 +117,15 @@ struct InPlaceTile : ScoreBlock {
 
 /// Keys of kPairGroupTokens tokens, all readable, those behind the tile's last token too.
 struct KeyGroup {
-  const BFloat16* first;
-  std::int64_t stride;  ///< In elements.
+  const std::byte* first;  ///< bf16 or int16.
+  std::int64_t stride;     ///< In bytes.
 };
 
-/// The block's rows against keys and values in bf16, two of which are multiplied and added at once:
-/// neighbouring channels in Q K^T, neighbouring tokens in P V.
+/// The block's rows against keys and values, two of which are multiplied and added at once:
+/// neighbouring channels in Q K^T, in bf16 or both in int16, neighbouring tokens in P V, in bf16.
 struct PairTile : ScoreBlock {
   const std::uint32_t* q;  ///< Pairs of channels: [row vectors][qk_channels / 2][lanes]
+  const float* q_steps;    ///< [row vectors][lanes] what int16 of q count; nullptr: bf16.
   const KeyGroup* k;       ///< [groups of tokens]
   const float* k_scales;   ///< [k_groups.count][capacity]: sm_scale * log2(e) is part of them.
   const std::uint32_t* v;  ///< [tokens / 2][v_stride] pairs of tokens, as pack_values leaves them.
@@ -142,13 +153,18 @@ struct PairKernels {
   /// last token, counts as zeros.
   /// Channels are in an order of their own, within `channels` of them. Returns whether all values
   /// are finite.
-  bool (*pack_values)(const BFloat16* const* rows, std::int64_t tokens, std::int64_t num_channels,
+  bool (*pack_values)(const std::byte* const* rows, std::int64_t tokens, std::int64_t num_channels,
                       std::int64_t stride, std::uint32_t* pairs);
+  /// The same of rows of int16 that bf16 has.
+  bool (*pack_int16_values)(const std::byte* const* rows, std::int64_t tokens,
+                            std::int64_t num_channels, std::int64_t stride, std::uint32_t* pairs);
   /// Puts an output row back into the channels' own order.
   void (*restore_channels)(std::int64_t num_channels, float* row);
   void (*attend)(const PairTile& tile);
   /// Codes to bf16, exactly. Writes zeros up to whole vectors. Index: Codes.
   void (*widen[kNumCodes])(const void* src, std::int64_t n, BFloat16* dst);
+  /// Codes of i8 to int16. Writes zeros up to whole vectors.
+  void (*widen_to_int16)(const void* src, std::int64_t n, std::int16_t* dst);
   /// As multiply_add_rounds, of pairs.
   std::int64_t (*multiply_add_rounds)(std::int64_t rounds, float* sink);
 };
@@ -177,6 +193,8 @@ struct Kernels {
   /// Attention in place, in this order, the first and the last for the elements of keys and of
   /// values.
   void (*score_in_place[kNumStored])(const InPlaceTile& tile);
+  /// The same of i8 and queries in fixed point, whose products add up exactly.
+  void (*score_int8_in_place)(const InPlaceTile& tile);
   /// Scores of the block become weights. `correction` [row vectors][lanes] is what the sums of
   /// values so far shrink by.
   void (*weigh)(const ScoreBlock& block, float* correction);

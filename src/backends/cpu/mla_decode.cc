@@ -28,7 +28,9 @@ class LatentRows {
     rows_.for_each(tile, [&](std::int64_t position, const std::byte* row) {
       const std::int64_t i = position - tile.begin;
       float scales[ChannelGroups::kMax];
-      const BFloat16* codes = heads.load(row, 0, state.key_copy(i), scales);
+      const std::byte* codes = state.int8_keys()
+                                   ? heads.load_int16(row, 0, state.key_copy(i), scales)
+                                   : heads.load(row, 0, state.key_copy(i), scales);
       state.set_key(i, codes, scales);
     });
     rows_.for_each(next, [&](std::int64_t position, const std::byte* row) {
@@ -92,6 +94,7 @@ DecodeCall call_of(const MlaDecodeParams& params) {
                     .shape = {.qk_channels = channels,
                               .v_channels = latent,
                               .values_in_keys = true,
+                              .int8_keys = meets_fixed_point(format, params.q_latent.dtype),
                               .score_factor = params.sm_scale * std::numbers::log2e_v<float>,
                               .k_groups = StoredPairs::groups(format, channels),
                               .v_groups = StoredPairs::groups(format, latent)}};

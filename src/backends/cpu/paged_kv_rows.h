@@ -75,19 +75,21 @@ class PagedKvRows {
     float scales[ChannelGroups::kMax];
     keys_.for_each(stored, [&](std::int64_t position, const std::byte* row) {
       const std::int64_t i = position - tile.begin;
-      const BFloat16* codes = key_heads.load(row, kv_head_, state.key_copy(i), scales);
+      const std::byte* codes =
+          state.int8_keys() ? key_heads.load_int16(row, kv_head_, state.key_copy(i), scales)
+                            : key_heads.load(row, kv_head_, state.key_copy(i), scales);
       state.set_key(i, codes, scales);
     });
     values_.for_each(stored, [&](std::int64_t position, const std::byte* row) {
       const std::int64_t i = position - tile.begin;
-      const BFloat16* codes = value_heads.load(row, kv_head_, state.value_copy(i), scales);
+      const std::byte* codes = value_heads.load(row, kv_head_, state.value_copy(i), scales);
       state.set_value(i, codes, scales);
     });
     // New tokens are not quantised: their scales are 1 in every group.
     std::fill_n(scales, ChannelGroups::kMax, 1.f);
     for (std::int64_t position = stored.end; position < tile.end; ++position) {
-      state.set_key(position - tile.begin, codes_of(new_key(position)), scales);
-      state.set_value(position - tile.begin, codes_of(new_value(position)), scales);
+      state.set_key(position - tile.begin, new_key(position).data, scales);
+      state.set_value(position - tile.begin, new_value(position).data, scales);
     }
     const KeyInterval soon = stored_part(next);
     keys_.for_each(soon, [&](std::int64_t position, const std::byte* row) {
@@ -123,9 +125,6 @@ class PagedKvRows {
   }
   std::int64_t new_row(std::int64_t position) const {
     return new_tokens_.first_row + position - new_tokens_.first_key;
-  }
-  static const BFloat16* codes_of(const Row& row) {
-    return reinterpret_cast<const BFloat16*>(row.data);
   }
 
   const Kernels& kernels_;

@@ -18,17 +18,19 @@ class PairState : public RowState {
 
   /// Starts over with the rows of `heads`, which have seen no key. Then set_query for each.
   void begin(const HeadRows& heads);
-  /// Takes the query buffer, whose values bf16 has exactly.
+  /// Takes the query buffer, whose values bf16 has exactly unless keys are int8.
   void set_query(std::int64_t row);
 
   /// Before the tokens of a tile, of which `holes`, 0 or 1, is missing in front: masks hide it.
   void begin_tile(std::int64_t holes) { holes_ = holes; }
-  /// Room for the codes of token `token`; 15 elements more may be written before the next token.
-  BFloat16* key_copy(std::int64_t token) { return k_copy_ + (holes_ + token) * k_stride_; }
-  BFloat16* value_copy(std::int64_t token) { return v_copy_ + (holes_ + token) * v_stride_; }
+  /// Whether keys are codes of int8, to be set as int16; values in them are, too. All else is bf16.
+  bool int8_keys() const { return shape_.int8_keys; }
+  /// Room for the codes of token `token`; 31 elements more may be written before the next token.
+  std::byte* key_copy(std::int64_t token) { return k_copy_ + (holes_ + token) * k_stride_; }
+  std::byte* value_copy(std::int64_t token) { return v_copy_ + (holes_ + token) * v_stride_; }
   /// The codes of a token, which must stay until the next tile, and the scale of each group.
-  void set_key(std::int64_t token, const BFloat16* codes, const float* scales);
-  void set_value(std::int64_t token, const BFloat16* codes, const float* scales);
+  void set_key(std::int64_t token, const std::byte* codes, const float* scales);
+  void set_value(std::int64_t token, const std::byte* codes, const float* scales);
   /// Rows to ask the memory for while this tile is worked on, for tokens from 0 on.
   void set_next_key(std::int64_t token, const std::byte* row) { next_keys_[token] = row; }
   void set_next_value(std::int64_t token, const std::byte* row) { next_values_[token] = row; }
@@ -45,19 +47,21 @@ class PairState : public RowState {
   PairState(const Kernels& kernels, const AttendShape& shape, Carver&& carver);
   void group_keys(std::int64_t tokens);
 
-  std::int64_t k_stride_;
-  std::int64_t v_stride_;
+  std::int64_t k_stride_;  ///< In bytes.
+  std::int64_t v_stride_;  ///< In bytes.
   std::int64_t pair_stride_;
   std::uint32_t* q_;        ///< As PairTile::q.
+  float* q_steps_;          ///< As PairTile::q_steps.
+  std::int16_t* q_codes_;   ///< [qk_channels]
   std::uint32_t* weights_;  ///< [kBlockRows / lanes][kTokens / 2][lanes]
   std::uint32_t* v_pairs_;  ///< [kTokens / 2][pair_stride]
   float* k_scales_;         ///< [ChannelGroups::kMax][kTokens]
   float* v_scales_;         ///< [ChannelGroups::kMax][kTokens]
-  BFloat16* k_copy_;        ///< [kTokens][k_stride]
-  BFloat16* v_copy_;        ///< [kTokens][v_stride]; nullptr when values are in the keys.
+  std::byte* k_copy_;       ///< [kTokens][k_stride]
+  std::byte* v_copy_;       ///< [kTokens][v_stride]; nullptr when values are in the keys.
   std::int64_t used_;
-  const BFloat16* keys_[kTokens];
-  const BFloat16* values_[kTokens];
+  const std::byte* keys_[kTokens];
+  const std::byte* values_[kTokens];
   const std::byte* next_keys_[kTokens];
   const std::byte* next_values_[kTokens];
   KeyGroup groups_[kTokens / kPairGroupTokens];

@@ -19,6 +19,12 @@ namespace fovea::cpu {
 /// What rows are kept in: see attend.h.
 enum class StateKind : std::uint8_t { f32, pairs, in_place };
 
+/// Whether products with stored keys are summed up as integers: 16 bits are more than queries of
+/// two bytes have, but not those of f32.
+inline bool meets_fixed_point(const KvFormat& keys, DType query) {
+  return keys.dtype == DType::i8 && query != DType::f32;
+}
+
 /// What the decode ops have in common, and the extents of their scratch.
 struct DecodeCall {
   const DecodeSchedule& schedule;

@@ -35,41 +35,58 @@ bool StoredPairs::takes(const Kernels& kernels, const KvFormat& format, std::int
   return true;
 }
 
-const BFloat16* StoredPairs::load(const std::byte* row, std::int64_t head, BFloat16* copy,
-                                  float* scales) const {
+const std::byte* StoredPairs::load(const std::byte* row, std::int64_t head, std::byte* copy,
+                                   float* scales) const {
   const std::byte* bytes = head_of(row, head);
-  const std::int64_t elements = format_.head_elements();
-  switch (format_.scales) {
-    case KvScales::none:
-      scales[0] = 1.f;
-      return reinterpret_cast<const BFloat16*>(bytes);
-    case KvScales::per_tensor:
-      scales[0] = format_.scale;
-      widen(bytes, elements, copy);
-      return copy;
-    case KvScales::per_token: {
-      using kv_per_token::load_scale;
-      const std::int64_t first = format_.first_group;
-      int group = 0;
-      if (first > 0) scales[group++] = load_scale(format_, bytes, 0);
-      if (first < elements) scales[group++] = load_scale(format_, bytes, 1);
-      widen(bytes, elements, copy);
-      return copy;
-    }
-    case KvScales::ds_mla: {
-      using namespace kv_fp8_ds_mla;
-      for (std::int64_t g = 0; g < kLatent / kGroup; ++g) scales[g] = load_scale(bytes, g);
-      scales[kLatent / kGroup] = 1.f;
-      widen(bytes, kLatent, copy);
-      std::memcpy(copy + kLatent, bytes + kRopeAt, kRope * sizeof(BFloat16));
-      return copy;
-    }
+  load_scales(bytes, scales);
+  if (format_.scales == KvScales::none) return bytes;
+  if (format_.scales == KvScales::ds_mla) {
+    using namespace kv_fp8_ds_mla;
+    widen(bytes, kLatent, copy);
+    std::memcpy(copy + kLatent * sizeof(BFloat16), bytes + kRopeAt, kRope * sizeof(BFloat16));
+  } else {
+    widen(bytes, format_.head_elements(), copy);
   }
   return copy;
 }
 
-void StoredPairs::widen(const std::byte* src, std::int64_t n, BFloat16* dst) const {
-  kernels_.pairs->widen[static_cast<int>(codes_of(format_.dtype))](src, n, dst);
+const std::byte* StoredPairs::load_int16(const std::byte* row, std::int64_t head, std::byte* copy,
+                                         float* scales) const {
+  const std::byte* bytes = head_of(row, head);
+  load_scales(bytes, scales);
+  kernels_.pairs->widen_to_int16(bytes, format_.head_elements(),
+                                 reinterpret_cast<std::int16_t*>(copy));
+  return copy;
+}
+
+void StoredPairs::load_scales(const std::byte* head, float* scales) const {
+  switch (format_.scales) {
+    case KvScales::none:
+      scales[0] = 1.f;
+      break;
+    case KvScales::per_tensor:
+      scales[0] = format_.scale;
+      break;
+    case KvScales::per_token: {
+      int group = 0;
+      if (format_.first_group > 0) scales[group++] = kv_per_token::load_scale(format_, head, 0);
+      if (format_.first_group < format_.head_elements()) {
+        scales[group] = kv_per_token::load_scale(format_, head, 1);
+      }
+      break;
+    }
+    case KvScales::ds_mla: {
+      using namespace kv_fp8_ds_mla;
+      for (std::int64_t g = 0; g < kLatent / kGroup; ++g) scales[g] = load_scale(head, g);
+      scales[kLatent / kGroup] = 1.f;
+      break;
+    }
+  }
+}
+
+void StoredPairs::widen(const std::byte* src, std::int64_t n, std::byte* dst) const {
+  kernels_.pairs->widen[static_cast<int>(codes_of(format_.dtype))](
+      src, n, reinterpret_cast<BFloat16*>(dst));
 }
 
 }  // namespace fovea::cpu

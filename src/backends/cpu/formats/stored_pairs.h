@@ -25,16 +25,20 @@ class StoredPairs {
     head_bytes_ = format_.head_bytes();
   }
 
-  /// The codes of head `head` of the row at `row`, which are in `copy`, with room for 15 elements
-  /// more, unless they lie in the row as they are. `scales`: of each group.
-  const BFloat16* load(const std::byte* row, std::int64_t head, BFloat16* copy,
-                       float* scales) const;
+  /// The codes of head `head` of the row at `row` as bf16, which are in `copy`, with room for 31
+  /// elements more, unless they lie in the row as they are. `scales`: of each group.
+  const std::byte* load(const std::byte* row, std::int64_t head, std::byte* copy,
+                        float* scales) const;
+  /// The same of i8 as int16.
+  const std::byte* load_int16(const std::byte* row, std::int64_t head, std::byte* copy,
+                              float* scales) const;
   const std::byte* head_of(const std::byte* row, std::int64_t head) const {
     return row + head * head_bytes_;
   }
 
  private:
-  void widen(const std::byte* src, std::int64_t n, BFloat16* dst) const;
+  void load_scales(const std::byte* head, float* scales) const;
+  void widen(const std::byte* src, std::int64_t n, std::byte* dst) const;
 
   const Kernels& kernels_;
   KvFormat format_;

@@ -8,7 +8,8 @@
 //   O[row][:]     = O[row][:] * correction + P[pairs of tokens] V[pairs of tokens][:]
 //
 // Keys are read where they lie: a pair of channels is broadcast to all rows. Values are rearranged
-// once for all rows, by pack_values.
+// once for all rows, by pack_values. Keys that were stored as int8 meet a query in fixed point, and
+// their products add up exactly.
 //
 // Every sum runs over its index in order, whatever the register tile: a row's bits do not depend on
 // the rows that it is computed with.
@@ -20,7 +21,7 @@ namespace {
 /// while all tokens pass. 576 channels = 2 x 144 pairs.
 constexpr std::int64_t kPairChunk = 144;
 
-FOVEA_INLINE std::uint32_t pair_at(const BFloat16* p) {
+FOVEA_INLINE std::uint32_t pair_at(const std::byte* p) {
   std::uint32_t pair;
   __builtin_memcpy(&pair, p, sizeof pair);
   return pair;
@@ -48,9 +49,18 @@ struct PairSpan {
   const float* scales;  ///< [capacity]
 };
 
-/// Scores of Tokens tokens and Vectors row vectors from the pairs of a span. Registers: Tokens x
-/// Vectors sums, Vectors of Q, one broadcast of K.
-template <int Tokens, int Vectors, bool kAsks>
+FOVEA_INLINE void set_zero(Vec& sum) { sum = broadcast(0.f); }
+FOVEA_INLINE void set_zero(IntVec& sum) { sum = broadcast_int(0); }
+
+/// What a row vector's sums count, besides the scales of keys.
+FOVEA_INLINE Vec scaled(Vec sum, Vec scale, const float*) { return mul(sum, scale); }
+FOVEA_INLINE Vec scaled(IntVec sum, Vec scale, const float* steps) {
+  return mul(to_f32(sum), mul(scale, load(steps)));
+}
+
+/// Scores of Tokens tokens and Vectors row vectors from the pairs of a span, whose products add up
+/// to a Sum. Registers: Tokens x Vectors sums, Vectors of Q, one broadcast of K.
+template <class Sum, int Tokens, int Vectors, bool kAsks>
 FOVEA_INLINE void score_pairs(const PairTile& tile, std::int64_t row_vector, std::int64_t token,
                               const PairSpan& span) {
   const std::int64_t q_stride = tile.qk_channels / 2 * kLanes;  // From a row vector to the next.
@@ -58,14 +68,14 @@ FOVEA_INLINE void score_pairs(const PairTile& tile, std::int64_t row_vector, std
   const std::uint32_t* q = tile.q + row_vector * q_stride;
   const KeyGroup& group = tile.k[token / kPairGroupTokens];
   const std::int64_t k_stride = group.stride;
-  const BFloat16* k = group.first + token % kPairGroupTokens * k_stride;
+  const std::byte* k = group.first + token % kPairGroupTokens * k_stride;
   float* scores = tile.scores + row_vector * s_stride + token * kLanes;
   const NextRows next{tile.next_keys, tile.next_values};
-  Vec sum[Tokens][Vectors];
+  Sum sum[Tokens][Vectors];
 #pragma GCC unroll 16
   for (int t = 0; t < Tokens; ++t) {
 #pragma GCC unroll 2
-    for (int j = 0; j < Vectors; ++j) sum[t][j] = broadcast(0.f);
+    for (int j = 0; j < Vectors; ++j) set_zero(sum[t][j]);
   }
   for (std::int64_t c = span.begin; c < span.end; ++c) {
     if constexpr (kAsks) next.ask<Tokens>(token, c);
@@ -74,7 +84,7 @@ FOVEA_INLINE void score_pairs(const PairTile& tile, std::int64_t row_vector, std
     for (int j = 0; j < Vectors; ++j) q_c[j] = load_pairs(q + j * q_stride + c * kLanes);
 #pragma GCC unroll 16
     for (int t = 0; t < Tokens; ++t) {
-      const Pairs k_tc = broadcast_pair(pair_at(k + t * k_stride + 2 * c));
+      const Pairs k_tc = broadcast_pair(pair_at(k + t * k_stride + 4 * c));
 #pragma GCC unroll 2
       for (int j = 0; j < Vectors; ++j) sum[t][j] = dot_pairs(sum[t][j], q_c[j], k_tc);
     }
@@ -85,27 +95,29 @@ FOVEA_INLINE void score_pairs(const PairTile& tile, std::int64_t row_vector, std
 #pragma GCC unroll 2
     for (int j = 0; j < Vectors; ++j) {
       float* s = scores + j * s_stride + t * kLanes;
-      store(s, fma(sum[t][j], scale, span.begin == 0 ? broadcast(0.f) : load(s)));
+      const Vec score = scaled(sum[t][j], scale, tile.q_steps + (row_vector + j) * kLanes);
+      store(s, span.begin == 0 ? score : add(score, load(s)));
     }
   }
 }
 
 /// All tokens, in whole register tiles: those behind the last are computed from what lies there,
 /// and nobody looks at them.
-template <int Vectors>
+template <class Sum, int Vectors>
 void score_span(const PairTile& tile, std::int64_t row_vector, const PairSpan& span) {
   constexpr int kTokens = kPairSums / Vectors;
   static_assert(kPairGroupTokens % kTokens == 0);
   const bool asks = tile.next_keys != nullptr && row_vector == 0;
   for (std::int64_t t = 0; t < tile.tokens; t += kTokens) {
     if (asks) {
-      score_pairs<kTokens, Vectors, true>(tile, row_vector, t, span);
+      score_pairs<Sum, kTokens, Vectors, true>(tile, row_vector, t, span);
     } else {
-      score_pairs<kTokens, Vectors, false>(tile, row_vector, t, span);
+      score_pairs<Sum, kTokens, Vectors, false>(tile, row_vector, t, span);
     }
   }
 }
 
+template <class Sum>
 void score_pair_tile(const PairTile& tile) {
   const std::int64_t row_vectors = (tile.rows + kLanes - 1) / kLanes;
   std::int64_t begin = 0;
@@ -116,8 +128,8 @@ void score_pair_tile(const PairTile& tile) {
       const PairSpan span{begin, rest < group_end ? rest : group_end,
                           tile.k_scales + g * tile.capacity};
       std::int64_t j = 0;
-      for (; j + 2 <= row_vectors; j += 2) score_span<2>(tile, j, span);
-      if (j < row_vectors) score_span<1>(tile, j, span);
+      for (; j + 2 <= row_vectors; j += 2) score_span<Sum, 2>(tile, j, span);
+      if (j < row_vectors) score_span<Sum, 1>(tile, j, span);
       begin = span.end;
     }
   }
@@ -227,7 +239,11 @@ void add_seen_values(const PairTile& tile, const float* correction, std::int64_t
 }
 
 void attend_pairs(const PairTile& tile) {
-  score_pair_tile(tile);
+  if (tile.q_steps) {
+    score_pair_tile<IntVec>(tile);
+  } else {
+    score_pair_tile<Vec>(tile);
+  }
   alignas(64) float correction[kBlockRows];
   weigh(tile, correction);
   std::int64_t begin = 0;
@@ -244,35 +260,37 @@ void attend_pairs(const PairTile& tile) {
   }
 }
 
-/// Channels [c, c + count) of a row of values, or zeros, up to 2 * kLanes.
-FOVEA_INLINE void copy_channels(const BFloat16* row, std::int64_t c, std::int64_t count,
-                                BFloat16* dst) {
-  for (int i = 0; i < 2 * kLanes; ++i) dst[i] = BFloat16{0};
-  if (row) __builtin_memcpy(dst, row + c, static_cast<std::size_t>(count) * sizeof(BFloat16));
+/// Channels [c, c + count) of two bytes of a row of values, or zeros, up to 2 * kLanes.
+FOVEA_INLINE void copy_channels(const std::byte* row, std::int64_t c, std::int64_t count,
+                                std::uint16_t* dst) {
+  for (int i = 0; i < 2 * kLanes; ++i) dst[i] = 0;
+  if (row) __builtin_memcpy(dst, row + 2 * c, static_cast<std::size_t>(2 * count));
 }
 
-bool pack_values(const BFloat16* const* rows, std::int64_t tokens, std::int64_t num_channels,
+template <bool kInt16>
+bool pack_values(const std::byte* const* rows, std::int64_t tokens, std::int64_t num_channels,
                  std::int64_t stride, std::uint32_t* pairs) {
   constexpr std::int64_t kChannels = 2 * kLanes;
   Pairs exponents = broadcast_pair(0);
   for (std::int64_t t = 0; t < tokens; t += 2) {
-    const BFloat16* a = rows[t];
-    const BFloat16* b = t + 1 < tokens ? rows[t + 1] : nullptr;
+    const std::byte* a = rows[t];
+    const std::byte* b = t + 1 < tokens ? rows[t + 1] : nullptr;
     std::uint32_t* dst = pairs + t / 2 * stride;
     for (std::int64_t c = 0; c < num_channels; c += kChannels) {
       Pairs low, high;
       if (a && b && c + kChannels <= num_channels) {
-        interleave(a + c, b + c, &low, &high);
+        interleave(a + 2 * c, b + 2 * c, &low, &high);
       } else {
         const std::int64_t count = num_channels - c < kChannels ? num_channels - c : kChannels;
-        BFloat16 copies[2][kChannels];
+        std::uint16_t copies[2][kChannels];
         copy_channels(a, c, count, copies[0]);
         copy_channels(b, c, count, copies[1]);
         interleave(copies[0], copies[1], &low, &high);
       }
+      if constexpr (kInt16) low = bf16_of_int16(low), high = bf16_of_int16(high);
       store_pairs(dst + c, low);
       store_pairs(dst + c + kLanes, high);
-      exponents = larger_exponents(larger_exponents(exponents, low), high);
+      if constexpr (!kInt16) exponents = larger_exponents(larger_exponents(exponents, low), high);
     }
   }
   return !any_not_finite(exponents);
@@ -286,6 +304,16 @@ void restore_channels(std::int64_t num_channels, float* row) {
     store(row + c, low);
     store(row + c + kLanes, high);
   }
+}
+
+void widen_to_int16(const void* src, std::int64_t n, std::int16_t* dst) {
+  const auto* from = static_cast<const std::int8_t*>(src);
+  std::int64_t i = 0;
+  for (; i + 2 * kLanes <= n; i += 2 * kLanes) store(dst + i, load_int_pairs(from + i));
+  if (i == n) return;
+  std::int8_t rest[2 * kLanes] = {};
+  __builtin_memcpy(rest, from + i, static_cast<std::size_t>(n - i));
+  store(dst + i, load_int_pairs(rest));
 }
 
 template <class T>
@@ -324,10 +352,12 @@ std::int64_t multiply_add_pair_rounds(std::int64_t rounds, float* sink) {
 
 constexpr PairKernels kPairKernels = {
     2 * kLanes,
-    pack_values,
+    pack_values<false>,
+    pack_values<true>,
     restore_channels,
     attend_pairs,
     {widen<Float8E4M3FN>, widen<Float8E5M2>, widen<std::int8_t>, widen_nibbles},
+    widen_to_int16,
     multiply_add_pair_rounds,
 };
 

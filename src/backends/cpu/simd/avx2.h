@@ -53,14 +53,47 @@ FOVEA_INLINE float reduce_add(Vec v) {
   sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
   return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
 }
-/// Sums of the lanes of each to out[0 .. 3].
-FOVEA_INLINE void reduce_add4(Vec a, Vec b, Vec c, Vec d, float* out) {
-  // As horizontal adds, which AMD's processors take twice as long for.
-  const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
-  const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
-  const __m256 low = _mm256_shuffle_ps(ab, cd, 0x44);
-  const __m256 halves = _mm256_add_ps(low, _mm256_shuffle_ps(ab, cd, 0xee));
-  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
+
+/// Integers, and pairs of int16, the first in the low half.
+typedef std::int32_t IntVec __attribute__((vector_size(32)));
+typedef std::int16_t IntPairs __attribute__((vector_size(32)));
+FOVEA_INLINE IntVec broadcast_int(std::int32_t x) { return (IntVec)_mm256_set1_epi32(x); }
+FOVEA_INLINE IntVec add(IntVec a, IntVec b) { return a + b; }
+FOVEA_INLINE Vec to_f32(IntVec v) { return _mm256_cvtepi32_ps((__m256i)v); }
+FOVEA_INLINE IntPairs load_int_pairs(const std::int16_t* p) {
+  return (IntPairs)_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+FOVEA_INLINE IntPairs load_int_pairs(const std::int8_t* p) {
+  return (IntPairs)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+/// sum + a.first * b.first + a.second * b.second
+FOVEA_INLINE IntVec dot_int_pairs(IntVec sum, IntPairs a, IntPairs b) {
+  return sum + (IntVec)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+}
+
+FOVEA_INLINE Vec bits_of(Vec v) { return v; }
+FOVEA_INLINE Vec bits_of(IntVec v) { return (Vec)v; }
+FOVEA_INLINE Vec from_bits(Vec bits, Vec) { return bits; }
+FOVEA_INLINE IntVec from_bits(Vec bits, IntVec) { return (IntVec)bits; }
+/// Lane i: the sum of the lanes of v[i], in one order for all.
+template <class V>
+FOVEA_INLINE V sums_of_lanes(const V (&v)[kLanes]) {
+  const auto add_bits = [](Vec a, Vec b) __attribute__((always_inline)) {
+    return bits_of(add(from_bits(a, V{}), from_bits(b, V{})));
+  };
+  Vec halves[2];  // [128 bits] sums of four vectors
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    // As horizontal adds, which AMD's processors take twice as long for.
+    const Vec a = bits_of(v[4 * i]), b = bits_of(v[4 * i + 1]);
+    const Vec c = bits_of(v[4 * i + 2]), d = bits_of(v[4 * i + 3]);
+    const Vec ab = add_bits(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+    const Vec cd = add_bits(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+    halves[i] = add_bits(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+  }
+  return from_bits(add_bits(_mm256_permute2f128_ps(halves[0], halves[1], 0x20),
+                            _mm256_permute2f128_ps(halves[0], halves[1], 0x31)),
+                   V{});
 }
 
 FOVEA_INLINE Vec load(const Float16* p) {

@@ -45,14 +45,51 @@ FOVEA_INLINE Vec round(Vec x) {
 /// x * 2^n for integral n in [-126, 127], x and the result normal. NaN when x is.
 FOVEA_INLINE Vec scale_by_power(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
 FOVEA_INLINE float reduce_add(Vec v) { return _mm512_reduce_add_ps(v); }
-/// Sums of the lanes of each to out[0 .. 3].
-FOVEA_INLINE void reduce_add4(Vec a, Vec b, Vec c, Vec d, float* out) {
-  const auto fold = [](Vec v) __attribute__((always_inline)) {
-    return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+
+/// Integers, and pairs of int16, the first in the low half.
+typedef std::int32_t IntVec __attribute__((vector_size(64)));
+typedef std::int16_t IntPairs __attribute__((vector_size(64)));
+FOVEA_INLINE IntVec broadcast_int(std::int32_t x) { return (IntVec)_mm512_set1_epi32(x); }
+FOVEA_INLINE IntVec add(IntVec a, IntVec b) { return a + b; }
+FOVEA_INLINE Vec to_f32(IntVec v) { return _mm512_cvtepi32_ps((__m512i)v); }
+FOVEA_INLINE IntPairs load_int_pairs(const std::int16_t* p) {
+  return (IntPairs)_mm512_loadu_si512(p);
+}
+FOVEA_INLINE IntPairs load_int_pairs(const std::int8_t* p) {
+  return (IntPairs)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+/// sum + a.first * b.first + a.second * b.second
+FOVEA_INLINE IntVec dot_int_pairs(IntVec sum, IntPairs a, IntPairs b) {
+#ifdef __AVX512VNNI__
+  return (IntVec)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#else
+  return sum + (IntVec)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#endif
+}
+
+FOVEA_INLINE Vec bits_of(Vec v) { return v; }
+FOVEA_INLINE Vec bits_of(IntVec v) { return (Vec)v; }
+FOVEA_INLINE Vec from_bits(Vec bits, Vec) { return bits; }
+FOVEA_INLINE IntVec from_bits(Vec bits, IntVec) { return (IntVec)bits; }
+/// Lane i: the sum of the lanes of v[i], in one order for all.
+template <class V>
+FOVEA_INLINE V sums_of_lanes(const V (&v)[kLanes]) {
+  const auto add_bits = [](Vec a, Vec b) __attribute__((always_inline)) {
+    return bits_of(add(from_bits(a, V{}), from_bits(b, V{})));
   };
-  const __m256 ab = _mm256_hadd_ps(fold(a), fold(b));
-  const __m256 halves = _mm256_hadd_ps(ab, _mm256_hadd_ps(fold(c), fold(d)));
-  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
+  Vec quarters[4];  // [128 bits] sums of four vectors
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const Vec a = bits_of(v[4 * i]), b = bits_of(v[4 * i + 1]);
+    const Vec c = bits_of(v[4 * i + 2]), d = bits_of(v[4 * i + 3]);
+    const Vec ab = add_bits(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    const Vec cd = add_bits(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    quarters[i] = add_bits(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  }
+  const auto fold = [&](Vec a, Vec b) __attribute__((always_inline)) {
+    return add_bits(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  };
+  return from_bits(fold(fold(quarters[0], quarters[1]), fold(quarters[2], quarters[3])), V{});
 }
 
 FOVEA_INLINE Vec load(const Float16* p) {

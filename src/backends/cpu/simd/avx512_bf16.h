@@ -19,12 +19,24 @@ constexpr int kPairPvVectors = 3;
 FOVEA_INLINE Pairs load_pairs(const std::uint32_t* p) { return _mm512_loadu_si512(p); }
 FOVEA_INLINE Pairs load_pairs(const BFloat16* p) { return _mm512_loadu_si512(p); }
 FOVEA_INLINE void store_pairs(std::uint32_t* p, Pairs v) { _mm512_storeu_si512(p, v); }
+FOVEA_INLINE void store(std::int16_t* p, IntPairs v) { _mm512_storeu_si512(p, (__m512i)v); }
 FOVEA_INLINE Pairs broadcast_pair(std::uint32_t pair) {
   return _mm512_set1_epi32(static_cast<int>(pair));
 }
 /// sum + a.first * b.first + a.second * b.second; subnormal operands and results count as zero.
 FOVEA_INLINE Vec dot_pairs(Vec sum, Pairs a, Pairs b) {
   return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+}
+/// The same of int16, exactly.
+FOVEA_INLINE IntVec dot_pairs(IntVec sum, Pairs a, Pairs b) {
+  return dot_int_pairs(sum, (IntPairs)a, (IntPairs)b);
+}
+/// Pairs of int16 that bf16 has, as bf16.
+FOVEA_INLINE Pairs bf16_of_int16(Pairs v) {
+  const __m512 first = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(v, 16), 16));
+  const __m512 second = _mm512_cvtepi32_ps(_mm512_srai_epi32(v, 16));
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(_mm512_castps_si512(first), 16),
+                                 _mm512_castps_si512(second));
 }
 /// Each half rounded to nearest even.
 FOVEA_INLINE Pairs round_to_pairs(Vec first, Vec second) {
@@ -33,9 +45,9 @@ FOVEA_INLINE Pairs round_to_pairs(Vec first, Vec second) {
   const __m512i upper = _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16);
   return _mm512_or_si512(_mm512_cvtepu16_epi32(low), upper);
 }
-/// Pairs (a[i], b[i]) of 2 * kLanes channels: within 128 bits, so that channels 0-3, 8-11, 16-19
-/// and 24-27 are low.
-FOVEA_INLINE void interleave(const BFloat16* a, const BFloat16* b, Pairs* low, Pairs* high) {
+/// Pairs (a[i], b[i]) of 2 * kLanes channels of two bytes: within 128 bits, so that channels 0-3,
+/// 8-11, 16-19 and 24-27 are low.
+FOVEA_INLINE void interleave(const void* a, const void* b, Pairs* low, Pairs* high) {
   const __m512i row_a = _mm512_loadu_si512(a);
   const __m512i row_b = _mm512_loadu_si512(b);
   *low = _mm512_unpacklo_epi16(row_a, row_b);

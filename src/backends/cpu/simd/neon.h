@@ -47,9 +47,26 @@ FOVEA_INLINE Vec scale_by_power(Vec x, Vec n) {
   return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(x), exponent));
 }
 FOVEA_INLINE float reduce_add(Vec v) { return vaddvq_f32(v); }
-/// Sums of the lanes of each to out[0 .. 3].
-FOVEA_INLINE void reduce_add4(Vec a, Vec b, Vec c, Vec d, float* out) {
-  store(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
+
+/// Integers, and pairs of int16, the first in the low half.
+using IntVec = int32x4_t;
+using IntPairs = int16x8_t;
+FOVEA_INLINE IntVec broadcast_int(std::int32_t x) { return vdupq_n_s32(x); }
+FOVEA_INLINE Vec to_f32(IntVec v) { return vcvtq_f32_s32(v); }
+FOVEA_INLINE IntPairs load_int_pairs(const std::int16_t* p) { return vld1q_s16(p); }
+FOVEA_INLINE IntPairs load_int_pairs(const std::int8_t* p) { return vmovl_s8(vld1_s8(p)); }
+/// sum + a.first * b.first + a.second * b.second
+FOVEA_INLINE IntVec dot_int_pairs(IntVec sum, IntPairs a, IntPairs b) {
+  const IntVec low = vmull_s16(vget_low_s16(a), vget_low_s16(b));
+  return vaddq_s32(sum, vpaddq_s32(low, vmull_high_s16(a, b)));
+}
+
+/// Lane i: the sum of the lanes of v[i], in one order for all.
+FOVEA_INLINE Vec sums_of_lanes(const Vec (&v)[kLanes]) {
+  return vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3]));
+}
+FOVEA_INLINE IntVec sums_of_lanes(const IntVec (&v)[kLanes]) {
+  return vpaddq_s32(vpaddq_s32(v[0], v[1]), vpaddq_s32(v[2], v[3]));
 }
 
 /// Four elements of two bytes, four of one.

@@ -53,11 +53,33 @@ FOVEA_INLINE Vec scale_by_power(Vec x, Vec n) {
 }
 FOVEA_INLINE float reduce_add(Vec v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 
-/// Sums of the lanes of each to out[0 .. 3].
-FOVEA_INLINE void reduce_add4(Vec a, Vec b, Vec c, Vec d, float* out) {
-  const Vec low = Vec{a[0], b[0], c[0], d[0]} + Vec{a[2], b[2], c[2], d[2]};
-  const Vec high = Vec{a[1], b[1], c[1], d[1]} + Vec{a[3], b[3], c[3], d[3]};
-  store(out, low + high);
+/// Integers, and pairs of int16, the first in the low half.
+typedef std::int32_t IntVec __attribute__((vector_size(16)));
+typedef std::int16_t IntPairs __attribute__((vector_size(16)));
+FOVEA_INLINE IntVec broadcast_int(std::int32_t x) { return IntVec{x, x, x, x}; }
+FOVEA_INLINE Vec to_f32(IntVec v) { return __builtin_convertvector(v, Vec); }
+FOVEA_INLINE IntPairs load_int_pairs(const std::int16_t* p) {
+  IntPairs v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+FOVEA_INLINE IntPairs load_int_pairs(const std::int8_t* p) {
+  IntPairs v;
+  for (int i = 0; i < 2 * kLanes; ++i) v[i] = p[i];
+  return v;
+}
+/// sum + a.first * b.first + a.second * b.second
+FOVEA_INLINE IntVec dot_int_pairs(IntVec sum, IntPairs a, IntPairs b) {
+  for (int i = 0; i < kLanes; ++i) sum[i] += a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
+  return sum;
+}
+
+/// Lane i: the sum of the lanes of v[i], in one order for all.
+template <class V>
+FOVEA_INLINE V sums_of_lanes(const V (&v)[kLanes]) {
+  const V low = V{v[0][0], v[1][0], v[2][0], v[3][0]} + V{v[0][2], v[1][2], v[2][2], v[3][2]};
+  const V high = V{v[0][1], v[1][1], v[2][1], v[3][1]} + V{v[0][3], v[1][3], v[2][3], v[3][3]};
+  return low + high;
 }
 
 FOVEA_INLINE float to_f32(BFloat16 x) {
@@ -155,12 +177,23 @@ FOVEA_INLINE Pairs load_pairs(const BFloat16* p) {
   return v;
 }
 FOVEA_INLINE void store_pairs(std::uint32_t* p, Pairs v) { __builtin_memcpy(p, &v, sizeof v); }
+FOVEA_INLINE void store(std::int16_t* p, IntPairs v) { __builtin_memcpy(p, &v, sizeof v); }
 FOVEA_INLINE Pairs broadcast_pair(std::uint32_t pair) { return Pairs{pair, pair, pair, pair}; }
 FOVEA_INLINE Vec first_of(Pairs v) { return reinterpret_cast<Vec>(v << 16); }
 FOVEA_INLINE Vec second_of(Pairs v) { return reinterpret_cast<Vec>(v & 0xffff0000u); }
 /// sum + a.first * b.first + a.second * b.second
 FOVEA_INLINE Vec dot_pairs(Vec sum, Pairs a, Pairs b) {
   return sum + second_of(a) * second_of(b) + first_of(a) * first_of(b);
+}
+/// The same of int16, exactly.
+FOVEA_INLINE IntVec dot_pairs(IntVec sum, Pairs a, Pairs b) {
+  return dot_int_pairs(sum, reinterpret_cast<IntPairs>(a), reinterpret_cast<IntPairs>(b));
+}
+/// Pairs of int16 that bf16 has, as bf16.
+FOVEA_INLINE Pairs bf16_of_int16(Pairs v) {
+  const Vec first = to_f32(reinterpret_cast<IntVec>(v << 16) >> 16);
+  const Vec second = to_f32(reinterpret_cast<IntVec>(v) >> 16);
+  return reinterpret_cast<Bits>(first) >> 16 | (reinterpret_cast<Bits>(second) & 0xffff0000u);
 }
 /// Each half rounded to nearest even.
 FOVEA_INLINE Pairs round_to_pairs(Vec first, Vec second) {
@@ -173,12 +206,13 @@ FOVEA_INLINE Pairs round_to_pairs(Vec first, Vec second) {
   }
   return v;
 }
-/// Pairs (a[i], b[i]) of 2 * kLanes channels: even channels are low.
-FOVEA_INLINE void interleave(const BFloat16* a, const BFloat16* b, Pairs* low, Pairs* high) {
-  for (int i = 0; i < kLanes; ++i) {
-    (*low)[i] = static_cast<std::uint32_t>(b[2 * i].bits) << 16 | a[2 * i].bits;
-    (*high)[i] = static_cast<std::uint32_t>(b[2 * i + 1].bits) << 16 | a[2 * i + 1].bits;
-  }
+/// Pairs (a[i], b[i]) of 2 * kLanes channels of two bytes: even channels are low.
+FOVEA_INLINE void interleave(const void* a, const void* b, Pairs* low, Pairs* high) {
+  Pairs row_a, row_b;
+  __builtin_memcpy(&row_a, a, sizeof row_a);
+  __builtin_memcpy(&row_b, b, sizeof row_b);
+  *low = row_b << 16 | (row_a & 0xffffu);
+  *high = (row_b & 0xffff0000u) | row_a >> 16;
 }
 /// Vectors in the order of interleave, in that of the channels.
 FOVEA_INLINE void restore_order(Vec* low, Vec* high) {
