@@ -219,10 +219,16 @@ TEST_P(InPlace, ProductsOfInt8AddUpExactly) {
       key.codes[c] = static_cast<std::int8_t>((37 * t + 101 * c) % 256 - 128);
     }
   }
+  // Quads of channels 0, 2, 1, 3, the second group from a new one on.
+  const auto q_at = [&](std::int64_t r, std::int64_t c) -> std::int16_t& {
+    constexpr std::int64_t kPlace[] = {0, 2, 1, 3}, kPadded = (kFirst + 3) / 4 * 4;
+    const std::int64_t in_group = c < kFirst ? c : c - kFirst;
+    const std::int64_t place = in_group / 4 * 4 + kPlace[in_group % 4];
+    return q[Block::at(r * kStride + (c < kFirst ? 0 : kPadded) + place)];
+  };
   for (std::int64_t r = 0; r < kCount; ++r) {
     for (std::int64_t c = 0; c < kChannels; ++c) {
-      const std::int64_t code = (r * 7919 + c * 12289) % 65535 - 32767;
-      q[Block::at(r * kStride + c)] = static_cast<std::int16_t>(code);
+      q_at(r, c) = static_cast<std::int16_t>((r * 7919 + c * 12289) % 65535 - 32767);
     }
   }
   std::vector<float> scores(kBlockRows * kTileTokens);
@@ -248,7 +254,7 @@ TEST_P(InPlace, ProductsOfInt8AddUpExactly) {
       for (int g = 0; g < 2; ++g) {
         std::int32_t sum = 0;
         for (std::int64_t c = g == 0 ? 0 : kFirst; c < tile.k.groups.end[g]; ++c) {
-          sum += q[Block::at(r * kStride + c)] * keys[Block::at(t)].codes[c];
+          sum += q_at(r, c) * keys[Block::at(t)].codes[c];
         }
         expected += static_cast<float>(sum) * (steps[0] * scales[g]);
       }

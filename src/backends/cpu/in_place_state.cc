@@ -50,6 +50,7 @@ InPlaceState::InPlaceState(const Kernels& kernels, const AttendShape& shape, Car
   q_ = carver.take<float>(shape.max_rows * q_stride_);
   q_codes_ = reinterpret_cast<std::int16_t*>(q_);
   q_steps_ = carver.take<float>(shape.max_rows);
+  fixed_query_ = carver.take<std::int16_t>(shape.qk_channels);
   used_ = carver.used();
 }
 
@@ -68,17 +69,27 @@ void InPlaceState::begin(const HeadRows& heads) {
 
 void InPlaceState::set_query(std::int64_t row) {
   const std::int64_t channels = shape_.qk_channels;
-  if (shape_.int8_keys) {
-    std::int16_t* codes = q_codes_ + row * q_stride_;
-    const float step = to_fixed_point(query_, channels, shape_.k_groups.widest(), codes);
-    q_steps_[row] = shape_.score_factor * step;
-    std::fill(codes + channels, codes + q_stride_, std::int16_t{0});
-    return;
-  }
+  if (shape_.int8_keys) return set_fixed_query(row);
   float* q = q_ + row * q_stride_;
-  q_steps_[row] = 1.f;
   for (std::int64_t c = 0; c < channels; ++c) q[c] = query_[c] * shape_.score_factor;
   std::fill(q + channels, q + q_stride_, 0.f);
+}
+
+void InPlaceState::set_fixed_query(std::int64_t row) {
+  const ChannelGroups& groups = shape_.k_groups;
+  const float step = to_fixed_point(query_, shape_.qk_channels, groups.widest(), fixed_query_);
+  q_steps_[row] = shape_.score_factor * step;
+  std::int16_t* quad = q_codes_ + row * q_stride_;
+  std::int64_t begin = 0;
+  for (int g = 0; g < groups.count; ++g) {
+    for (; begin < groups.end[g]; begin += kKeyQuad, quad += kKeyQuad) {
+      constexpr int kPlace[kKeyQuad] = {0, 2, 1, 3};
+      for (int i = 0; i < kKeyQuad; ++i) {
+        quad[kPlace[i]] = begin + i < groups.end[g] ? fixed_query_[begin + i] : std::int16_t{0};
+      }
+    }
+    begin = groups.end[g];
+  }
 }
 
 void InPlaceState::attend_tile(const HeadRows& heads, const QueryRows& queries,

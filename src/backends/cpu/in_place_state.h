@@ -64,14 +64,16 @@ class InPlaceState : public RowState {
 
  private:
   InPlaceState(const Kernels& kernels, const AttendShape& shape, Carver&& carver);
+  void set_fixed_query(std::int64_t row);
   /// Rows [row, row + count) of each of `num_heads` heads. `masks` [count]; nullptr: all see all.
   void attend(const HeadRows& heads, std::int64_t head, std::int64_t num_heads, std::int64_t row,
               std::int64_t count, std::int64_t tokens, const std::uint64_t* masks);
 
   std::int64_t q_stride_;
-  float* q_;               ///< [max_rows][q_stride]
-  std::int16_t* q_codes_;  ///< The same, instead of it.
-  float* q_steps_;         ///< [max_rows]
+  float* q_;                   ///< [max_rows][q_stride]
+  std::int16_t* q_codes_;      ///< As InPlaceTile::q_codes, in place of it.
+  float* q_steps_;             ///< [max_rows]
+  std::int16_t* fixed_query_;  ///< [qk_channels]
   std::int64_t used_;
   InPlaceRows keys_;
   InPlaceRows values_;

@@ -99,12 +99,16 @@ struct StoredRows {
   std::int64_t offset_of(std::int64_t head) const { return head_at + head * head_bytes; }
 };
 
+/// Channels of a query in fixed point that lie together, in the order 0, 2, 1, 3.
+inline constexpr std::int64_t kKeyQuad = 4;
+
 /// Rows of several key heads against keys and values where they lie. Row r of head h is row
 /// h * head_stride + r of the block; those from head_rows on go nowhere.
 struct InPlaceTile : ScoreBlock {
   const float* q;  ///< Times sm_scale * log2(e): [rows][q_stride], zeros up to whole vectors.
-  const std::int16_t* q_codes;  ///< The same in fixed point, against int8 keys.
-  const float* q_steps;         ///< [rows] of q_codes; 1 where those of q are used.
+  /// Against int8 keys, in fixed point: [rows][q_stride], groups of the keys in whole quads.
+  const std::int16_t* q_codes;
+  const float* q_steps;  ///< [rows] what q_codes count, times sm_scale * log2(e).
   float* out;      ///< [rows][out_stride], whole vectors writable: sum of weights times values.
   StoredRows k;
   StoredRows v;

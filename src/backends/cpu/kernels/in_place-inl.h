@@ -23,15 +23,11 @@ static_assert(kTileTokens % kStripTokens == 0 && kStripTokens % kDotSums == 0);
 
 /// Stored codes of four bits, two in a byte.
 struct Nibbles {};
-/// Stored codes of int8 for a query in fixed point.
-struct ExactInt8 {};
 
 template <class T>
 constexpr std::int64_t kElementBits = 8 * sizeof(T);
 template <>
 constexpr std::int64_t kElementBits<Nibbles> = 4;
-template <>
-constexpr std::int64_t kElementBits<ExactInt8> = 8;
 
 /// Whether the elements have scales.
 template <class T>
@@ -60,99 +56,70 @@ FOVEA_INLINE Vec load_last_channels(const std::byte* head, std::int64_t c, std::
   }
 }
 
-/// Asks for the rows of the tile that comes next, line by line in the order of the memory, while
-/// this one is worked on: so the processor's own prefetch follows, which has more lines on their
-/// way than a core may ask for.
+/// Asks for the rows of the tile that comes next, line by line in the order of the memory and at
+/// the pace of the work on this one: so the processor's own prefetch follows, which may have more
+/// lines on their way than a core, and no load waits behind many that do.
 class UpcomingRows {
  public:
   UpcomingRows(const StoredRows& rows, std::int64_t heads, std::int64_t capacity)
-      : rows_(rows.has_next ? rows.rows + capacity : nullptr),
+      : row_(rows.rows + capacity),
+        last_(rows.has_next ? row_ + capacity : row_),
         head_at_(rows.head_at),
         bytes_(heads * rows.head_bytes) {}
 
-  /// For as much as `bytes` of this tile are.
-  void ask(std::int64_t bytes) {
-    if (!rows_) return;
-    for (due_ += bytes; due_ > 0;) {
-      __builtin_prefetch(*rows_ + head_at_ + at_, 0, 2);
-      const std::int64_t left = bytes_ - at_;
-      due_ -= left < kLine ? left : kLine;
-      at_ += kLine;
-      if (left > kLine) continue;
-      at_ = 0;
-      ++rows_;
+  /// For as much as kBytes of this tile are.
+  template <std::int64_t kBytes>
+  FOVEA_INLINE void ask() {
+    if constexpr (kBytes < kLine) {
+      due_ += kBytes;
+      if (due_ < kLine) return;
+      due_ = 0;
+    }
+#pragma GCC unroll 4
+    for (std::int64_t i = 0; i < kBytes; i += kLine) ask_line();
+  }
+  /// For what is left.
+  void ask_rest() {
+    while (ask_line()) {
     }
   }
 
  private:
   static constexpr std::int64_t kLine = 64;
-  const std::byte* const* rows_;  ///< From the one on that is asked for.
+  FOVEA_INLINE bool ask_line() {
+    if (line_ >= end_) {
+      if (row_ == last_) return false;
+      line_ = *row_++ + head_at_;
+      end_ = line_ + bytes_;
+    }
+    __builtin_prefetch(line_, 0, 2);
+    line_ += kLine;
+    return true;
+  }
+
+  const std::byte* line_ = nullptr;
+  const std::byte* end_ = nullptr;  ///< Of the row.
+  const std::byte* const* row_;     ///< That comes then.
+  const std::byte* const* last_;
   std::int64_t head_at_;
-  std::int64_t bytes_;    ///< Of a row.
-  std::int64_t at_ = 0;   ///< In the row.
-  std::int64_t due_ = 0;  ///< Bytes; below 0 where a line went beyond.
+  std::int64_t bytes_;
+  std::int64_t due_ = 0;
 };
 
-FOVEA_INLINE float scale_of(const StoredRows& rows, const std::byte* head, int group) {
-  if (rows.scales_at < 0) return rows.scale;
+/// Of a head that has it.
+FOVEA_INLINE float stored_scale(const StoredRows& rows, const std::byte* head, int group) {
   float scale;
   __builtin_memcpy(&scale, head + rows.scales_at + group * std::int64_t{sizeof scale},
                    sizeof scale);
   return scale;
 }
+FOVEA_INLINE float scale_of(const StoredRows& rows, const std::byte* head, int group) {
+  return rows.scales_at < 0 ? rows.scale : stored_scale(rows, head, group);
+}
 
 FOVEA_INLINE float* score_at(const ScoreBlock& block, std::int64_t row, std::int64_t token) {
   return block.scores + (row / kLanes * block.capacity + token) * kLanes + row % kLanes;
 }
-
-/// Register tiles of Q and K: what products are summed up in, and how many channels a vector has.
-template <class T>
-struct Products {
-  using Sum = Vec;
-  using Channels = Vec;
-  static constexpr std::int64_t kChannels = kLanes;
-  static FOVEA_INLINE Sum zero() { return broadcast(0.f); }
-  static FOVEA_INLINE const float* query(const InPlaceTile& tile, std::int64_t row) {
-    return tile.q + row * tile.q_stride;
-  }
-  static FOVEA_INLINE Channels load_query(const float* q) { return load(q); }
-  static FOVEA_INLINE Channels load_key(const std::byte* head, std::int64_t c) {
-    return load_channels<T>(head, c);
-  }
-  static FOVEA_INLINE Channels load_last(const std::byte* head, std::int64_t c, std::int64_t n) {
-    return load_last_channels<T>(head, c, n);
-  }
-  static FOVEA_INLINE Sum add_product(Sum sum, Channels k, Channels q) { return fma(k, q, sum); }
-  static FOVEA_INLINE void store_sums(float* dots, const Sum (&sums)[kLanes]) {
-    store(dots, sums_of_lanes(sums));
-  }
-};
-
-template <>
-struct Products<ExactInt8> {
-  using Sum = IntVec;
-  using Channels = IntPairs;
-  static constexpr std::int64_t kChannels = 2 * kLanes;
-  static FOVEA_INLINE Sum zero() { return broadcast_int(0); }
-  static FOVEA_INLINE const std::int16_t* query(const InPlaceTile& tile, std::int64_t row) {
-    return tile.q_codes + row * tile.q_stride;
-  }
-  static FOVEA_INLINE Channels load_query(const std::int16_t* q) { return load_int_pairs(q); }
-  static FOVEA_INLINE Channels load_key(const std::byte* head, std::int64_t c) {
-    return load_int_pairs(reinterpret_cast<const std::int8_t*>(head) + c);
-  }
-  static FOVEA_INLINE Channels load_last(const std::byte* head, std::int64_t c, std::int64_t n) {
-    std::int8_t codes[kChannels] = {};
-    __builtin_memcpy(codes, head + c, static_cast<std::size_t>(n));
-    return load_int_pairs(codes);
-  }
-  static FOVEA_INLINE Sum add_product(Sum sum, Channels k, Channels q) {
-    return dot_int_pairs(sum, k, q);
-  }
-  static FOVEA_INLINE void store_sums(float* dots, const Sum (&sums)[kLanes]) {
-    store(dots, to_f32(sums_of_lanes(sums)));
-  }
-};
 
 /// Keys of the tokens of a register tile: a head of each, and channels from `begin` on of a group.
 struct KeySpan {
@@ -167,26 +134,23 @@ struct KeySpan {
 /// span on is added to, the score of row r and token t of the register tile.
 template <class T, int Rows>
 FOVEA_INLINE void add_dots(const InPlaceTile& tile, const KeySpan& span,
-                           const typename Products<T>::Sum (&sums)[kDotSums]) {
-  using Sum = typename Products<T>::Sum;
+                           const Vec (&sums)[kDotSums]) {
   static_assert(kDotSums % kLanes == 0);
   float dots[kDotSums];
 #pragma GCC unroll 4
   for (int i = 0; i < kDotSums; i += kLanes) {
-    Sum whole[kLanes];
+    Vec whole[kLanes];
 #pragma GCC unroll 16
     for (int l = 0; l < kLanes; ++l) whole[l] = sums[i + l];
-    Products<T>::store_sums(dots + i, whole);
+    store(dots + i, sums_of_lanes(whole));
   }
   typedef float Row __attribute__((vector_size(sizeof(float) * Rows)));
   float* scores = score_at(tile, span.row, span.token);
-  Row steps;
-  __builtin_memcpy(&steps, tile.q_steps + span.row, sizeof steps);
 #pragma GCC unroll 16
   for (int t = 0; t < kDotSums / Rows; ++t) {
     Row score, before;
     __builtin_memcpy(&score, dots + t * Rows, sizeof score);
-    if constexpr (kHasScales<T>) score *= steps * scale_of(tile.k, span.heads[t], span.group);
+    if constexpr (kHasScales<T>) score *= scale_of(tile.k, span.heads[t], span.group);
     if (span.begin > 0) {
       __builtin_memcpy(&before, scores + t * kLanes, sizeof before);
       score += before;
@@ -199,44 +163,43 @@ FOVEA_INLINE void add_dots(const InPlaceTile& tile, const KeySpan& span,
 /// the register tile: a call there would keep the sums in memory.
 template <class T, int Rows>
 [[gnu::noinline]] void dot_rest(const InPlaceTile& tile, const KeySpan& span, std::int64_t end) {
-  using P = Products<T>;
-  const auto* q = P::query(tile, span.row) + span.begin;
-  typename P::Sum sum[kDotSums];
+  const float* q = tile.q + span.row * tile.q_stride + span.begin;
+  Vec sum[kDotSums];
   for (int i = 0; i < kDotSums; ++i) {
-    const auto k_t = P::load_last(span.heads[i / Rows], span.begin, end - span.begin);
-    sum[i] = P::add_product(P::zero(), k_t, P::load_query(q + i % Rows * tile.q_stride));
+    const Vec k_t = load_last_channels<T>(span.heads[i / Rows], span.begin, end - span.begin);
+    sum[i] = mul(k_t, load(q + i % Rows * tile.q_stride));
   }
   add_dots<T, Rows>(tile, span, sum);
 }
 
 /// Whole vectors of channels up to `end`. Registers: kDotSums sums, Rows vectors of Q, one of K.
 template <class T, int Rows>
-FOVEA_INLINE void dot_whole(const InPlaceTile& tile, const KeySpan& span, std::int64_t end) {
-  using P = Products<T>;
-  const auto* q = P::query(tile, span.row);
-  typename P::Sum sum[kDotSums];
+FOVEA_INLINE void dot_whole(const InPlaceTile& tile, const KeySpan& span, std::int64_t end,
+                            UpcomingRows& next) {
+  const float* q = tile.q + span.row * tile.q_stride;
+  Vec sum[kDotSums];
 #pragma GCC unroll 16
-  for (int i = 0; i < kDotSums; ++i) sum[i] = P::zero();
-  for (std::int64_t c = span.begin; c < end; c += P::kChannels) {
-    typename P::Channels q_c[Rows];
+  for (int i = 0; i < kDotSums; ++i) sum[i] = broadcast(0.f);
+  UpcomingRows ahead = next;  // In registers.
+  for (std::int64_t c = span.begin; c < end; c += kLanes) {
+    ahead.ask<kDotSums / Rows * kLanes * kElementBits<T> / 8>();
+    Vec q_c[Rows];
 #pragma GCC unroll 4
-    for (int r = 0; r < Rows; ++r) q_c[r] = P::load_query(q + r * tile.q_stride + c);
+    for (int r = 0; r < Rows; ++r) q_c[r] = load(q + r * tile.q_stride + c);
 #pragma GCC unroll 16
     for (int t = 0; t < kDotSums / Rows; ++t) {
-      const typename P::Channels k_t = P::load_key(span.heads[t], c);
+      const Vec k_t = load_channels<T>(span.heads[t], c);
 #pragma GCC unroll 4
-      for (int r = 0; r < Rows; ++r) {
-        sum[t * Rows + r] = P::add_product(sum[t * Rows + r], k_t, q_c[r]);
-      }
+      for (int r = 0; r < Rows; ++r) sum[t * Rows + r] = fma(k_t, q_c[r], sum[t * Rows + r]);
     }
   }
+  next = ahead;
   add_dots<T, Rows>(tile, span, sum);
 }
 
 template <class T, int Rows>
 FOVEA_INLINE void dot_tile(const InPlaceTile& tile, std::int64_t head, std::int64_t row,
-                           std::int64_t token) {
-  constexpr std::int64_t kChannels = Products<T>::kChannels;
+                           std::int64_t token, UpcomingRows& next) {
   const StoredRows& keys = tile.k;
   KeySpan span{.heads = {}, .row = row, .token = token, .group = 0, .begin = 0};
 #pragma GCC unroll 16
@@ -245,8 +208,8 @@ FOVEA_INLINE void dot_tile(const InPlaceTile& tile, std::int64_t head, std::int6
   }
   for (; span.group < keys.groups.count; ++span.group) {
     const std::int64_t end = keys.groups.end[span.group];
-    const std::int64_t whole = span.begin + (end - span.begin) / kChannels * kChannels;
-    if (span.begin < whole) dot_whole<T, Rows>(tile, span, whole);
+    const std::int64_t whole = span.begin + (end - span.begin) / kLanes * kLanes;
+    if (span.begin < whole) dot_whole<T, Rows>(tile, span, whole, next);
     span.begin = whole;
     if (whole < end) dot_rest<T, Rows>(tile, span, end);
     span.begin = end;
@@ -255,9 +218,10 @@ FOVEA_INLINE void dot_tile(const InPlaceTile& tile, std::int64_t head, std::int6
 
 /// Whole register tiles of tokens of a strip: nobody looks at those behind the last.
 template <class T, int Rows>
-void dot_strip(const InPlaceTile& tile, std::int64_t head, std::int64_t row, std::int64_t strip) {
+void dot_strip(const InPlaceTile& tile, std::int64_t head, std::int64_t row, std::int64_t strip,
+               UpcomingRows& next) {
   for (std::int64_t t = strip; t < strip + kStripTokens && t < tile.tokens; t += kDotSums / Rows) {
-    dot_tile<T, Rows>(tile, head, row, t);
+    dot_tile<T, Rows>(tile, head, row, t, next);
   }
 }
 
@@ -266,53 +230,89 @@ void score_in_place(const InPlaceTile& tile) {
   UpcomingRows next(tile.k, tile.heads, tile.capacity);
   for (std::int64_t strip = 0; strip < tile.tokens; strip += kStripTokens) {
     for (std::int64_t head = 0; head < tile.heads; ++head) {
-      next.ask(kStripTokens * tile.k.head_bytes);
       std::int64_t row = head * tile.head_stride;
       const std::int64_t end = row + tile.head_rows;
-      for (; row + 4 <= end; row += 4) dot_strip<T, 4>(tile, head, row, strip);
-      for (; row + 2 <= end; row += 2) dot_strip<T, 2>(tile, head, row, strip);
-      if (row < end) dot_strip<T, 1>(tile, head, row, strip);
+      for (; row + 4 <= end; row += 4) dot_strip<T, 4>(tile, head, row, strip, next);
+      for (; row + 2 <= end; row += 2) dot_strip<T, 2>(tile, head, row, strip, next);
+      if (row < end) dot_strip<T, 1>(tile, head, row, strip, next);
     }
   }
+  next.ask_rest();
 }
 
-/// Values of tokens [begin, end) of a head, and channels from `channel` on of a group; rows from
-/// `row` of the block on, all of which see the tokens.
+/// Values of tokens [begin, end) of a head, channels from `channel` on of a group, and rows from
+/// `row` of the block on.
 struct ValueSpan {
   std::int64_t head;
   std::int64_t row;
   std::int64_t begin;
   std::int64_t end;
-  int group;
   std::int64_t channel;
 };
 
-/// Weights of a span's tokens, Rows of them every `stride`.
-struct SpanWeights {
-  const float* at;
-  std::int64_t stride;
+/// Weights of a strip: as they are, or times the scales of a group of the values.
+struct StripWeights {
+  const float* at;  ///< [row vectors][capacity][lanes]
+  std::int64_t capacity;
+  std::int64_t first_token;
+  const float* of(std::int64_t row, std::int64_t token) const {
+    return at + (row / kLanes * capacity + token - first_token) * kLanes + row % kLanes;
+  }
 };
 
-/// Times the scales of the values, in `scaled`, where they have any.
-template <class T, int Rows>
-FOVEA_INLINE SpanWeights weights_of(const InPlaceTile& tile, const ValueSpan& span,
-                                    float (&scaled)[kStripTokens * Rows]) {
-  const float* weights = score_at(tile, span.row, span.begin);
-  if constexpr (!kHasScales<T>) return {weights, kLanes};
-  const std::int64_t head_at = tile.v.offset_of(span.head);
-  for (std::int64_t t = 0; t < span.end - span.begin; ++t) {
-    const float scale = scale_of(tile.v, tile.v.rows[span.begin + t] + head_at, span.group);
-#pragma GCC unroll 4
-    for (int r = 0; r < Rows; ++r) scaled[t * Rows + r] = weights[t * kLanes + r] * scale;
+/// Lane masks of the heads that share a row vector.
+struct HeadLanes {
+  Mask of[kLanes];
+  std::int64_t heads;
+};
+
+FOVEA_INLINE HeadLanes head_lanes(const InPlaceTile& tile) {
+  float index[kLanes];
+  for (int l = 0; l < kLanes; ++l) index[l] = static_cast<float>(l);
+  HeadLanes lanes;
+  lanes.heads = tile.head_stride < kLanes ? kLanes / tile.head_stride : 1;
+  for (std::int64_t h = 0; h < lanes.heads; ++h) {
+    // Those from the head's on: later heads come later.
+    lanes.of[h] = less(broadcast(static_cast<float>(h * tile.head_stride) - 0.5f), load(index));
   }
-  return {scaled, Rows};
+  return lanes;
+}
+
+/// Scales of a token's heads from `head` on, each in the lanes of its rows.
+FOVEA_INLINE Vec scales_of_heads(const StoredRows& values, const std::byte* head, int group,
+                                 const HeadLanes& lanes) {
+  Vec scales = broadcast(stored_scale(values, head, group));
+  for (std::int64_t h = 1; h < lanes.heads; ++h) {
+    const float scale = stored_scale(values, head + h * values.head_bytes, group);
+    scales = select(lanes.of[h], broadcast(scale), scales);
+  }
+  return scales;
+}
+
+/// Weights of tokens [begin, end) times the scales of a group of the values.
+void scale_weights(const InPlaceTile& tile, HeadLanes lanes, int group, std::int64_t begin,
+                   std::int64_t end, float* scaled) {
+  const StoredRows& values = tile.v;
+  for (std::int64_t row = 0; row < tile.rows; row += kLanes) {
+    const std::int64_t first = row / tile.head_stride;
+    if (tile.heads - first < lanes.heads) lanes.heads = tile.heads - first;
+    const std::int64_t head_at = values.offset_of(first);
+    const float* weights = score_at(tile, row, begin);
+    float* to = scaled + row * kStripTokens;
+    for (std::int64_t t = begin; t < end; ++t, weights += kLanes, to += kLanes) {
+      const Vec scales = values.scales_at < 0
+                             ? broadcast(values.scale)
+                             : scales_of_heads(values, values.rows[t] + head_at, group, lanes);
+      store(to, mul(load(weights), scales));
+    }
+  }
 }
 
 /// out[Rows][Vectors * lanes] += weights times values. Registers: Rows x Vectors sums, Vectors of
 /// V, one broadcast of P.
 template <class T, int Rows, int Vectors>
 FOVEA_INLINE void add_tile(const InPlaceTile& tile, const ValueSpan& span,
-                           const SpanWeights& weights) {
+                           const StripWeights& weights, UpcomingRows& next) {
   const StoredRows& values = tile.v;
   const std::int64_t head_at = values.offset_of(span.head);
   float* out = tile.out + span.row * tile.out_stride + span.channel;
@@ -322,8 +322,10 @@ FOVEA_INLINE void add_tile(const InPlaceTile& tile, const ValueSpan& span,
 #pragma GCC unroll 8
     for (int j = 0; j < Vectors; ++j) sum[r][j] = load(out + r * tile.out_stride + j * kLanes);
   }
-  const float* p = weights.at;
-  for (std::int64_t t = span.begin; t < span.end; ++t, p += weights.stride) {
+  const float* p = weights.of(span.row, span.begin);
+  UpcomingRows ahead = next;  // In registers.
+  for (std::int64_t t = span.begin; t < span.end; ++t, p += kLanes) {
+    ahead.ask<Vectors * kLanes * kElementBits<T> / 8>();
     const std::byte* v = values.rows[t] + head_at;
     Vec v_t[Vectors];
 #pragma GCC unroll 8
@@ -335,6 +337,7 @@ FOVEA_INLINE void add_tile(const InPlaceTile& tile, const ValueSpan& span,
       for (int j = 0; j < Vectors; ++j) sum[r][j] = fma(p_r, v_t[j], sum[r][j]);
     }
   }
+  next = ahead;
 #pragma GCC unroll 4
   for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 8
@@ -345,10 +348,10 @@ FOVEA_INLINE void add_tile(const InPlaceTile& tile, const ValueSpan& span,
 /// The last channels of a group: as dot_rest.
 template <class T, int Rows>
 [[gnu::noinline]] void add_rest(const InPlaceTile& tile, const ValueSpan& span,
-                                const SpanWeights& weights, std::int64_t channels) {
+                                const StripWeights& weights, std::int64_t channels) {
   float* out = tile.out + span.row * tile.out_stride + span.channel;
-  const float* p = weights.at;
-  for (std::int64_t t = span.begin; t < span.end; ++t, p += weights.stride) {
+  const float* p = weights.of(span.row, span.begin);
+  for (std::int64_t t = span.begin; t < span.end; ++t, p += kLanes) {
     const std::byte* v = tile.v.rows[t] + tile.v.offset_of(span.head);
     const Vec v_t = load_last_channels<T>(v, span.channel, channels);
     for (int r = 0; r < Rows; ++r) {
@@ -358,53 +361,47 @@ template <class T, int Rows>
   }
 }
 
-/// Tokens [begin, end), all of which the rows see, of all channels.
+/// Rows from span.row on, all of which see the tokens, and channels up to `end` of the group.
 template <class T, int Rows>
-void add_rows(const InPlaceTile& tile, std::int64_t head, std::int64_t row, std::int64_t begin,
-              std::int64_t end) {
+void add_rows(const InPlaceTile& tile, ValueSpan span, std::int64_t end,
+              const StripWeights& weights, UpcomingRows& next) {
   constexpr int kVectors = kDotSums / Rows;
-  ValueSpan span{.head = head, .row = row, .begin = begin, .end = end,
-                 .group = 0, .channel = 0};
-  for (; span.group < tile.v.groups.count; ++span.group) {
-    const std::int64_t last = tile.v.groups.end[span.group];
-    float scaled[kStripTokens * Rows];
-    const SpanWeights weights = weights_of<T, Rows>(tile, span, scaled);
-    for (; last - span.channel >= kVectors * kLanes; span.channel += kVectors * kLanes) {
-      add_tile<T, Rows, kVectors>(tile, span, weights);
-    }
-    for (; last - span.channel >= kLanes; span.channel += kLanes) {
-      add_tile<T, Rows, 1>(tile, span, weights);
-    }
-    if (span.channel < last) add_rest<T, Rows>(tile, span, weights, last - span.channel);
-    span.channel = last;
+  for (; end - span.channel >= kVectors * kLanes; span.channel += kVectors * kLanes) {
+    add_tile<T, Rows, kVectors>(tile, span, weights, next);
   }
+  for (; end - span.channel >= kLanes; span.channel += kLanes) {
+    add_tile<T, Rows, 1>(tile, span, weights, next);
+  }
+  if (span.channel < end) add_rest<T, Rows>(tile, span, weights, end - span.channel);
 }
 
 /// As add_rows, of the tokens that the row sees: a value is never multiplied by the weight 0 of a
 /// row that does not see it, since it may be NaN.
 template <class T>
-void add_seen(const InPlaceTile& tile, std::int64_t head, std::int64_t row, std::int64_t begin,
-              std::int64_t end) {
-  while (begin < end) {
-    const std::uint64_t seen = tile.row_mask[row] >> begin;
+void add_seen(const InPlaceTile& tile, const ValueSpan& all, std::int64_t end,
+              const StripWeights& weights, UpcomingRows& next) {
+  ValueSpan span = all;
+  while (span.begin < all.end) {
+    const std::uint64_t seen = tile.row_mask[span.row] >> span.begin;
     if (seen == 0) return;
-    begin += __builtin_ctzll(seen);
-    const std::uint64_t hidden = ~(tile.row_mask[row] >> begin);  // The lowest bit is 0.
+    span.begin += __builtin_ctzll(seen);
+    const std::uint64_t hidden = ~(tile.row_mask[span.row] >> span.begin);  // The lowest bit is 0.
     const std::int64_t count = hidden == 0 ? kTileTokens : __builtin_ctzll(hidden);
-    const std::int64_t last = begin + count < end ? begin + count : end;
-    if (begin < last) add_rows<T, 1>(tile, head, row, begin, last);
-    begin = last;
+    span.end = span.begin + count < all.end ? span.begin + count : all.end;
+    if (span.begin < span.end) add_rows<T, 1>(tile, span, end, weights, next);
+    span.begin = span.end;
   }
 }
 
+/// All rows of a head.
 template <class T>
-void add_strip(const InPlaceTile& tile, std::int64_t head, std::int64_t begin, std::int64_t end) {
-  std::int64_t row = head * tile.head_stride;
-  const std::int64_t last = row + tile.head_rows;
-  for (; tile.row_mask && row < last; ++row) add_seen<T>(tile, head, row, begin, end);
-  for (; row + 4 <= last; row += 4) add_rows<T, 4>(tile, head, row, begin, end);
-  for (; row + 2 <= last; row += 2) add_rows<T, 2>(tile, head, row, begin, end);
-  if (row < last) add_rows<T, 1>(tile, head, row, begin, end);
+void add_head(const InPlaceTile& tile, ValueSpan span, std::int64_t end,
+              const StripWeights& weights, UpcomingRows& next) {
+  const std::int64_t last = span.row + tile.head_rows;
+  for (; tile.row_mask && span.row < last; ++span.row) add_seen<T>(tile, span, end, weights, next);
+  for (; span.row + 4 <= last; span.row += 4) add_rows<T, 4>(tile, span, end, weights, next);
+  for (; span.row + 2 <= last; span.row += 2) add_rows<T, 2>(tile, span, end, weights, next);
+  if (span.row < last) add_rows<T, 1>(tile, span, end, weights, next);
 }
 
 void correct_rows(const InPlaceTile& tile, const float* correction) {
@@ -424,14 +421,27 @@ template <class T>
 void add_in_place(const InPlaceTile& tile, const float* correction) {
   correct_rows(tile, correction);
   UpcomingRows next(tile.v, tile.heads, tile.capacity);
+  const HeadLanes lanes = head_lanes(tile);
+  alignas(64) float scaled[kBlockRows * kStripTokens];
   for (std::int64_t strip = 0; strip < tile.tokens; strip += kStripTokens) {
     const std::int64_t rest = strip + kStripTokens;
     const std::int64_t strip_end = rest < tile.tokens ? rest : tile.tokens;
-    for (std::int64_t head = 0; head < tile.heads; ++head) {
-      next.ask(kStripTokens * tile.v.head_bytes);
-      add_strip<T>(tile, head, strip, strip_end);
+    std::int64_t channel = 0;
+    for (int g = 0; g < tile.v.groups.count; ++g) {
+      StripWeights weights{.at = tile.scores, .capacity = tile.capacity, .first_token = 0};
+      if constexpr (kHasScales<T>) {
+        scale_weights(tile, lanes, g, strip, strip_end, scaled);
+        weights = {.at = scaled, .capacity = kStripTokens, .first_token = strip};
+      }
+      for (std::int64_t head = 0; head < tile.heads; ++head) {
+        add_head<T>(tile, {.head = head, .row = head * tile.head_stride, .begin = strip,
+                           .end = strip_end, .channel = channel},
+                    tile.v.groups.end[g], weights, next);
+      }
+      channel = tile.v.groups.end[g];
     }
   }
+  next.ask_rest();
 }
 
 }  // namespace

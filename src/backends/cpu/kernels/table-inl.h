@@ -15,7 +15,7 @@ const Kernels kKernels = {
     {score_in_place<float>, score_in_place<Float16>, score_in_place<BFloat16>,
      score_in_place<Float8E4M3FN>, score_in_place<Float8E5M2>, score_in_place<std::int8_t>,
      score_in_place<Nibbles>},
-    score_in_place<ExactInt8>,
+    score_int8_in_place,
     weigh,
     {add_in_place<float>, add_in_place<Float16>, add_in_place<BFloat16>,
      add_in_place<Float8E4M3FN>, add_in_place<Float8E5M2>, add_in_place<std::int8_t>,

@@ -25,6 +25,8 @@ constexpr int kPvRows = 4;
 constexpr int kPvVectors = 3;
 // 4 x 2, 2 x 4 or 1 x 8 accumulators, four vectors of Q and one of K.
 constexpr int kDotSums = 8;
+// Sums of integer products of a row: only an addition is in their chain.
+constexpr int kIntChains = 1;
 
 FOVEA_INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
 FOVEA_INLINE void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
@@ -60,40 +62,50 @@ typedef std::int16_t IntPairs __attribute__((vector_size(32)));
 FOVEA_INLINE IntVec broadcast_int(std::int32_t x) { return (IntVec)_mm256_set1_epi32(x); }
 FOVEA_INLINE IntVec add(IntVec a, IntVec b) { return a + b; }
 FOVEA_INLINE Vec to_f32(IntVec v) { return _mm256_cvtepi32_ps((__m256i)v); }
-FOVEA_INLINE IntPairs load_int_pairs(const std::int16_t* p) {
-  return (IntPairs)_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-}
-FOVEA_INLINE IntPairs load_int_pairs(const std::int8_t* p) {
-  return (IntPairs)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+FOVEA_INLINE IntPairs broadcast_int_pair(const std::int16_t* p) {
+  std::int32_t pair;
+  __builtin_memcpy(&pair, p, sizeof pair);
+  return (IntPairs)_mm256_set1_epi32(pair);
 }
 /// sum + a.first * b.first + a.second * b.second
 FOVEA_INLINE IntVec dot_int_pairs(IntVec sum, IntPairs a, IntPairs b) {
   return sum + (IntVec)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 }
 
-FOVEA_INLINE Vec bits_of(Vec v) { return v; }
-FOVEA_INLINE Vec bits_of(IntVec v) { return (Vec)v; }
-FOVEA_INLINE Vec from_bits(Vec bits, Vec) { return bits; }
-FOVEA_INLINE IntVec from_bits(Vec bits, IntVec) { return (IntVec)bits; }
 /// Lane i: the sum of the lanes of v[i], in one order for all.
-template <class V>
-FOVEA_INLINE V sums_of_lanes(const V (&v)[kLanes]) {
-  const auto add_bits = [](Vec a, Vec b) __attribute__((always_inline)) {
-    return bits_of(add(from_bits(a, V{}), from_bits(b, V{})));
-  };
+FOVEA_INLINE Vec sums_of_lanes(const Vec (&v)[kLanes]) {
   Vec halves[2];  // [128 bits] sums of four vectors
 #pragma GCC unroll 2
   for (int i = 0; i < 2; ++i) {
     // As horizontal adds, which AMD's processors take twice as long for.
-    const Vec a = bits_of(v[4 * i]), b = bits_of(v[4 * i + 1]);
-    const Vec c = bits_of(v[4 * i + 2]), d = bits_of(v[4 * i + 3]);
-    const Vec ab = add_bits(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
-    const Vec cd = add_bits(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
-    halves[i] = add_bits(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+    const Vec *a = v + 4 * i, *b = a + 1, *c = a + 2, *d = a + 3;
+    const Vec ab = add(_mm256_unpacklo_ps(*a, *b), _mm256_unpackhi_ps(*a, *b));
+    const Vec cd = add(_mm256_unpacklo_ps(*c, *d), _mm256_unpackhi_ps(*c, *d));
+    halves[i] = add(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
   }
-  return from_bits(add_bits(_mm256_permute2f128_ps(halves[0], halves[1], 0x20),
-                            _mm256_permute2f128_ps(halves[0], halves[1], 0x31)),
-                   V{});
+  return add(_mm256_permute2f128_ps(halves[0], halves[1], 0x20),
+             _mm256_permute2f128_ps(halves[0], halves[1], 0x31));
+}
+/// Lane j of v[i] and lane i of v[j] change places. V: Vec or IntVec.
+template <class V>
+FOVEA_INLINE void transpose(V (&v)[kLanes]) {
+  const auto low = [](V a, V b) { return (__m256d)_mm256_unpacklo_ps((Vec)a, (Vec)b); };
+  const auto high = [](V a, V b) { return (__m256d)_mm256_unpackhi_ps((Vec)a, (Vec)b); };
+  Vec columns[8];  // [i][128 bits]: four rows from 4 * (i / 4) on of column 4 * bits + i % 4
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    const __m256d a = low(v[i], v[i + 1]), b = high(v[i], v[i + 1]);
+    const __m256d c = low(v[i + 2], v[i + 3]), d = high(v[i + 2], v[i + 3]);
+    columns[i] = (Vec)_mm256_unpacklo_pd(a, c);
+    columns[i + 1] = (Vec)_mm256_unpackhi_pd(a, c);
+    columns[i + 2] = (Vec)_mm256_unpacklo_pd(b, d);
+    columns[i + 3] = (Vec)_mm256_unpackhi_pd(b, d);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    v[i] = (V)_mm256_permute2f128_ps(columns[i], columns[4 + i], 0x20);
+    v[4 + i] = (V)_mm256_permute2f128_ps(columns[i], columns[4 + i], 0x31);
+  }
 }
 
 FOVEA_INLINE Vec load(const Float16* p) {

@@ -24,6 +24,12 @@ constexpr int kPvRows = 8;
 constexpr int kPvVectors = 3;
 // 4 x 4, 2 x 8 or 1 x 16 accumulators, four vectors of Q and one of K.
 constexpr int kDotSums = 16;
+// Products that add themselves have a latency of 5; else only the addition is in a chain.
+#ifdef __AVX512VNNI__
+constexpr int kIntChains = 2;
+#else
+constexpr int kIntChains = 1;
+#endif
 
 FOVEA_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
 FOVEA_INLINE void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
@@ -52,8 +58,10 @@ typedef std::int16_t IntPairs __attribute__((vector_size(64)));
 FOVEA_INLINE IntVec broadcast_int(std::int32_t x) { return (IntVec)_mm512_set1_epi32(x); }
 FOVEA_INLINE IntVec add(IntVec a, IntVec b) { return a + b; }
 FOVEA_INLINE Vec to_f32(IntVec v) { return _mm512_cvtepi32_ps((__m512i)v); }
-FOVEA_INLINE IntPairs load_int_pairs(const std::int16_t* p) {
-  return (IntPairs)_mm512_loadu_si512(p);
+FOVEA_INLINE IntPairs broadcast_int_pair(const std::int16_t* p) {
+  std::int32_t pair;
+  __builtin_memcpy(&pair, p, sizeof pair);
+  return (IntPairs)_mm512_set1_epi32(pair);
 }
 FOVEA_INLINE IntPairs load_int_pairs(const std::int8_t* p) {
   return (IntPairs)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -67,29 +75,47 @@ FOVEA_INLINE IntVec dot_int_pairs(IntVec sum, IntPairs a, IntPairs b) {
 #endif
 }
 
-FOVEA_INLINE Vec bits_of(Vec v) { return v; }
-FOVEA_INLINE Vec bits_of(IntVec v) { return (Vec)v; }
-FOVEA_INLINE Vec from_bits(Vec bits, Vec) { return bits; }
-FOVEA_INLINE IntVec from_bits(Vec bits, IntVec) { return (IntVec)bits; }
 /// Lane i: the sum of the lanes of v[i], in one order for all.
-template <class V>
-FOVEA_INLINE V sums_of_lanes(const V (&v)[kLanes]) {
-  const auto add_bits = [](Vec a, Vec b) __attribute__((always_inline)) {
-    return bits_of(add(from_bits(a, V{}), from_bits(b, V{})));
-  };
+FOVEA_INLINE Vec sums_of_lanes(const Vec (&v)[kLanes]) {
   Vec quarters[4];  // [128 bits] sums of four vectors
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    const Vec a = bits_of(v[4 * i]), b = bits_of(v[4 * i + 1]);
-    const Vec c = bits_of(v[4 * i + 2]), d = bits_of(v[4 * i + 3]);
-    const Vec ab = add_bits(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-    const Vec cd = add_bits(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-    quarters[i] = add_bits(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    const Vec *a = v + 4 * i, *b = a + 1, *c = a + 2, *d = a + 3;
+    const Vec ab = add(_mm512_unpacklo_ps(*a, *b), _mm512_unpackhi_ps(*a, *b));
+    const Vec cd = add(_mm512_unpacklo_ps(*c, *d), _mm512_unpackhi_ps(*c, *d));
+    quarters[i] = add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
   }
-  const auto fold = [&](Vec a, Vec b) __attribute__((always_inline)) {
-    return add_bits(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  const auto fold = [](Vec a, Vec b) __attribute__((always_inline)) {
+    return add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
   };
-  return from_bits(fold(fold(quarters[0], quarters[1]), fold(quarters[2], quarters[3])), V{});
+  return fold(fold(quarters[0], quarters[1]), fold(quarters[2], quarters[3]));
+}
+/// Lane j of v[i] and lane i of v[j] change places. V: Vec or IntVec.
+template <class V>
+FOVEA_INLINE void transpose(V (&v)[kLanes]) {
+  const auto low = [](V a, V b) { return (__m512d)_mm512_unpacklo_ps((Vec)a, (Vec)b); };
+  const auto high = [](V a, V b) { return (__m512d)_mm512_unpackhi_ps((Vec)a, (Vec)b); };
+  Vec columns[16];  // [i][128 bits]: four rows from 4 * (i / 4) on of column 4 * bits + i % 4
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    const __m512d a = low(v[i], v[i + 1]), b = high(v[i], v[i + 1]);
+    const __m512d c = low(v[i + 2], v[i + 3]), d = high(v[i + 2], v[i + 3]);
+    columns[i] = (Vec)_mm512_unpacklo_pd(a, c);
+    columns[i + 1] = (Vec)_mm512_unpackhi_pd(a, c);
+    columns[i + 2] = (Vec)_mm512_unpacklo_pd(b, d);
+    columns[i + 3] = (Vec)_mm512_unpackhi_pd(b, d);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const Vec a = columns[i], b = columns[4 + i], c = columns[8 + i], d = columns[12 + i];
+    const Vec ab = _mm512_shuffle_f32x4(a, b, 0x44), cd = _mm512_shuffle_f32x4(c, d, 0x44);
+    const Vec ab_high = _mm512_shuffle_f32x4(a, b, 0xee);
+    const Vec cd_high = _mm512_shuffle_f32x4(c, d, 0xee);
+    v[i] = (V)_mm512_shuffle_f32x4(ab, cd, 0x88);
+    v[4 + i] = (V)_mm512_shuffle_f32x4(ab, cd, 0xdd);
+    v[8 + i] = (V)_mm512_shuffle_f32x4(ab_high, cd_high, 0x88);
+    v[12 + i] = (V)_mm512_shuffle_f32x4(ab_high, cd_high, 0xdd);
+  }
 }
 
 FOVEA_INLINE Vec load(const Float16* p) {

@@ -25,6 +25,8 @@ constexpr int kPvRows = 4;
 constexpr int kPvVectors = 4;
 // 2 x 4 or 1 x 8 accumulators, two vectors of Q and one of K.
 constexpr int kDotSums = 8;
+// Sums of integer products of a row: only an addition is in their chain.
+constexpr int kIntChains = 1;
 
 FOVEA_INLINE Vec load(const float* p) { return vld1q_f32(p); }
 FOVEA_INLINE void store(float* p, Vec v) { vst1q_f32(p, v); }
@@ -53,8 +55,12 @@ using IntVec = int32x4_t;
 using IntPairs = int16x8_t;
 FOVEA_INLINE IntVec broadcast_int(std::int32_t x) { return vdupq_n_s32(x); }
 FOVEA_INLINE Vec to_f32(IntVec v) { return vcvtq_f32_s32(v); }
-FOVEA_INLINE IntPairs load_int_pairs(const std::int16_t* p) { return vld1q_s16(p); }
-FOVEA_INLINE IntPairs load_int_pairs(const std::int8_t* p) { return vmovl_s8(vld1_s8(p)); }
+FOVEA_INLINE IntVec add(IntVec a, IntVec b) { return vaddq_s32(a, b); }
+FOVEA_INLINE IntPairs broadcast_int_pair(const std::int16_t* p) {
+  std::int32_t pair;
+  __builtin_memcpy(&pair, p, sizeof pair);
+  return vreinterpretq_s16_s32(vdupq_n_s32(pair));
+}
 /// sum + a.first * b.first + a.second * b.second
 FOVEA_INLINE IntVec dot_int_pairs(IntVec sum, IntPairs a, IntPairs b) {
   const IntVec low = vmull_s16(vget_low_s16(a), vget_low_s16(b));
@@ -65,8 +71,17 @@ FOVEA_INLINE IntVec dot_int_pairs(IntVec sum, IntPairs a, IntPairs b) {
 FOVEA_INLINE Vec sums_of_lanes(const Vec (&v)[kLanes]) {
   return vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3]));
 }
-FOVEA_INLINE IntVec sums_of_lanes(const IntVec (&v)[kLanes]) {
-  return vpaddq_s32(vpaddq_s32(v[0], v[1]), vpaddq_s32(v[2], v[3]));
+/// Lane j of v[i] and lane i of v[j] change places. V: Vec or IntVec.
+template <class V>
+FOVEA_INLINE void transpose(V (&v)[kLanes]) {
+  const auto first = [](V a, V b) { return (float64x2_t)vtrn1q_f32((Vec)a, (Vec)b); };
+  const auto second = [](V a, V b) { return (float64x2_t)vtrn2q_f32((Vec)a, (Vec)b); };
+  const float64x2_t a = first(v[0], v[1]), b = second(v[0], v[1]);
+  const float64x2_t c = first(v[2], v[3]), d = second(v[2], v[3]);
+  v[0] = (V)vtrn1q_f64(a, c);
+  v[1] = (V)vtrn1q_f64(b, d);
+  v[2] = (V)vtrn2q_f64(a, c);
+  v[3] = (V)vtrn2q_f64(b, d);
 }
 
 /// Four elements of two bytes, four of one.

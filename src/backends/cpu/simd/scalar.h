@@ -22,6 +22,8 @@ constexpr int kPvRows = 4;
 constexpr int kPvVectors = 2;
 // 4 x 2, 2 x 4 or 1 x 8 accumulators, four vectors of Q and one of K.
 constexpr int kDotSums = 8;
+// Sums of integer products of a row: only an addition is in their chain.
+constexpr int kIntChains = 1;
 
 FOVEA_INLINE Vec load(const float* p) {
   Vec v;
@@ -58,10 +60,11 @@ typedef std::int32_t IntVec __attribute__((vector_size(16)));
 typedef std::int16_t IntPairs __attribute__((vector_size(16)));
 FOVEA_INLINE IntVec broadcast_int(std::int32_t x) { return IntVec{x, x, x, x}; }
 FOVEA_INLINE Vec to_f32(IntVec v) { return __builtin_convertvector(v, Vec); }
-FOVEA_INLINE IntPairs load_int_pairs(const std::int16_t* p) {
-  IntPairs v;
-  __builtin_memcpy(&v, p, sizeof v);
-  return v;
+FOVEA_INLINE IntVec add(IntVec a, IntVec b) { return a + b; }
+FOVEA_INLINE IntPairs broadcast_int_pair(const std::int16_t* p) {
+  std::int32_t pair;
+  __builtin_memcpy(&pair, p, sizeof pair);
+  return reinterpret_cast<IntPairs>(broadcast_int(pair));
 }
 FOVEA_INLINE IntPairs load_int_pairs(const std::int8_t* p) {
   IntPairs v;
@@ -75,11 +78,17 @@ FOVEA_INLINE IntVec dot_int_pairs(IntVec sum, IntPairs a, IntPairs b) {
 }
 
 /// Lane i: the sum of the lanes of v[i], in one order for all.
-template <class V>
-FOVEA_INLINE V sums_of_lanes(const V (&v)[kLanes]) {
-  const V low = V{v[0][0], v[1][0], v[2][0], v[3][0]} + V{v[0][2], v[1][2], v[2][2], v[3][2]};
-  const V high = V{v[0][1], v[1][1], v[2][1], v[3][1]} + V{v[0][3], v[1][3], v[2][3], v[3][3]};
+FOVEA_INLINE Vec sums_of_lanes(const Vec (&v)[kLanes]) {
+  const Vec low = Vec{v[0][0], v[1][0], v[2][0], v[3][0]} + Vec{v[0][2], v[1][2], v[2][2], v[3][2]};
+  const Vec high =
+      Vec{v[0][1], v[1][1], v[2][1], v[3][1]} + Vec{v[0][3], v[1][3], v[2][3], v[3][3]};
   return low + high;
+}
+/// Lane j of v[i] and lane i of v[j] change places. V: Vec or IntVec.
+template <class V>
+FOVEA_INLINE void transpose(V (&v)[kLanes]) {
+  const V a = v[0], b = v[1], c = v[2], d = v[3];
+  for (int i = 0; i < kLanes; ++i) v[i] = V{a[i], b[i], c[i], d[i]};
 }
 
 FOVEA_INLINE float to_f32(BFloat16 x) {
