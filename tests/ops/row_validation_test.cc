@@ -146,6 +146,7 @@ TEST_F(RowValidation, KvAppendWritesNothingWhenOneSlotIsBad) {  // B069, B070
                  });
   }
   const std::int32_t slots[] = {0, 1, 2};
+  const TensorView positions = TensorView::of(slots, {3});
   const Tensor cos_sin = Tensor::zeros(DType::f32, {3, 8});
   const TensorView in_cache = TensorView::contiguous(memory.view().data, DType::bf16, {3, 32});
   const Bad<KvAppendParams> cases[] = {
@@ -162,10 +163,10 @@ TEST_F(RowValidation, KvAppendWritesNothingWhenOneSlotIsBad) {  // B069, B070
          p.norm_eps = -1;
        },
        {"norm_eps is -1"}},
-      {[&](auto& p) { p.rope.positions = TensorView::of(slots, {3}); }, {"cos_sin is absent"}},
-      {[&](auto& p) { p.rope = {TensorView::of(slots, {3}), cos_sin.view().slice(1, 0, 6), {}, {}}; },
+      {[&](auto& p) { p.rope.positions = positions; }, {"cos_sin is absent"}},
+      {[&](auto& p) { p.rope = {positions, cos_sin.view().slice(1, 0, 6), {}, {}}; },
        {"cos_sin", "R = 8"}},
-      {[&](auto& p) { p.rope = {TensorView::of(slots, {3}), cos_sin.view().slice(0, 0, 2), {}, {}}; },
+      {[&](auto& p) { p.rope = {positions, cos_sin.view().slice(0, 0, 2), {}, {}}; },
        {"positions[2] is 2", "[0, 2)"}},
   };
   for (const auto& [spoil, parts] : cases) {
