@@ -6,8 +6,8 @@
 
 namespace fovea {
 
-/// With all of the context's threads and its instruction set, or on its GPU; a fraction of a second.
-/// Allocates, on a GPU 2 GiB of its memory. When the machine is shared, measure before and after
+/// With all of the context's threads and its instruction set, or on its GPU; a fraction of a
+/// second. Allocates, on a GPU 2 GiB of its memory. When the machine is shared, measure before and after
 /// what is compared.
 MachinePeaks measure_peaks(const OpContext& ctx);
 

@@ -53,7 +53,8 @@ std::unique_ptr<QuantizedProduct> make_product(const ProductShape& shape,
              : make_quantized_product(shape, groups);
 }
 
-/// Weights and rows are where ctx computes. Host memory that a GPU addresses is its product's matter.
+/// Weights and rows are where ctx computes. Host memory that a GPU addresses is the matter of its
+/// product.
 void check_places(const ExecutionContext& ctx, const Product& product, const TensorView& x,
                   const TensorView& out) {
   const Device device = product.device();

@@ -41,8 +41,8 @@ struct Shape {
 };
 
 /// Heads of quantised rows: any codes (of e4m3 no NaN, and magnitudes up to 1), scales around 1/60.
-__global__ void fill_heads(std::uint8_t* data, std::size_t heads, CacheFormat format, int head_bytes,
-                           std::uint32_t seed) {
+__global__ void fill_heads(std::uint8_t* data, std::size_t heads, CacheFormat format,
+                           int head_bytes, std::uint32_t seed) {
   for (std::size_t head = blockIdx.x; head < heads; head += gridDim.x) {
     std::uint8_t* at = data + head * head_bytes;
     const int codes = format == CacheFormat::fp8_e4m3 ? head_bytes : head_bytes - 8;

@@ -90,7 +90,8 @@ TEST_F(MlaValidation, NamesTheOperandThatDoesNotFit) {
   };
   for (const Bad& bad : cases) expect_refused(bad);
   expect_refused(
-      {[](auto& p) { p.q_latent.device.type = Device::Type::cuda; }, {"q_latent", "on CUDA device 0", "the CPU"}},
+      {[](auto& p) { p.q_latent.device.type = Device::Type::cuda; },
+       {"q_latent", "on CUDA device 0", "the CPU"}},
       ErrorCode::unsupported);
 }
 

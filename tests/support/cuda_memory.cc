@@ -1,6 +1,6 @@
-// Lets test programs hold a GPU's operands where they hold everybody's: the heap becomes memory that
-// the GPU addresses, and every launch ends before its call returns, so that tests may read results
-// at once. Linked into builds with CUDA; without a GPU nothing changes.
+// Lets test programs hold a GPU's operands where they hold everybody's: the heap becomes memory
+// that the GPU addresses, and every launch ends before its call returns, so that tests may read
+// results at once. Linked into builds with CUDA; without a GPU nothing changes.
 #include <cuda_runtime_api.h>
 #include <malloc.h>
 

@@ -69,8 +69,8 @@ std::int64_t num_products(const AttentionPrefillParams& params) {
   return pairs * params.q.shape[1] * (params.q.shape[2] + params.out.shape[2]);
 }
 
-/// Tasks outnumber threads, and each thread has one state. Scratch is sized for a worst case, so that
-/// it may not depend on what is worth a thread.
+/// Tasks outnumber threads, and each thread has one state. Scratch is sized for a worst case, so
+/// that it may not depend on what is worth a thread.
 std::int64_t num_states(const OpContext& ctx, const AttentionPrefillParams& params) {
   return std::min<std::int64_t>(ctx.pool->num_threads(), num_tasks(params));
 }

@@ -2,7 +2,8 @@
 //
 // Lane l holds, with g = l / 4 and c = l % 4: of A, a[0] and a[1] at K 2 c and the next of rows g
 // and g + 8, a[2] and a[3] at K 2 c + 8 and the next; of B, b0 at K 2 c and the next of column g,
-// b1 at 2 c + 8 and the next; of D, d[0, 1] columns 2 c and the next of row g, d[2, 3] of row g + 8.
+// b1 at 2 c + 8 and the next; of D, d[0, 1] columns 2 c and the next of row g, d[2, 3] those of row
+// g + 8.
 #pragma once
 
 #include <cuda_bf16.h>
