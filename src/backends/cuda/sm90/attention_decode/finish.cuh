@@ -32,7 +32,7 @@ class RowTargets {
     }
   }
 
-  /// Channels 8 j + 2 c and the next of four blocks from `j` on, as MergedValue has them. Run by
+  /// Channels 8 j + 2 c and the next of four blocks from `j` on, as MergedRows has them. Run by
   /// whole warps.
   template <typename T>
   __device__ __forceinline__ void store(int j, const float4 (&value)[4]) const {
@@ -142,26 +142,18 @@ __device__ void merge_blocks(const KernelParams& k, const JobRows& rows,
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int first = threadIdx.x / 32 * 4; first < W::kDim / 8; first += kWarps * 4) {
-    float4 value[4];
-    float2 max, sum;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const split_kv::MergedValue merged = split_kv::merge_values<4>(
-          pieces.count,
-          [&](int n, float2& max, float2& sum) {
-            const float* at = k.partial_stats + pieces.slot(n) * (2 * kRows) + lane / 4;
-            max = float2{__ldcg(at), __ldcg(at + 8)};
-            sum = float2{__ldcg(at + kRows), __ldcg(at + kRows + 8)};
-          },
-          [&](int n) {
-            const int block = pieces.slot(n) * (W::kDim / 8) + first + i;
-            return __ldcg(k.partial_out + block * 32 + lane);
-          });
-      value[i] = merged.value;
-      max = merged.max;
-      sum = merged.sum;
-    }
-    RowTargets(k, rows, max, sum).store<typename W::T>(first, value);
+    const auto merged = split_kv::merge_rows<4, 4, 32, split_kv::LanesOfRows<4, 1>>(
+        pieces.count, 4,
+        [&](int n, float2& max, float2& sum) {
+          const float* at = k.partial_stats + pieces.slot(n) * (2 * kRows) + lane / 4;
+          max = float2{__ldcg(at), __ldcg(at + 8)};
+          sum = float2{__ldcg(at + kRows), __ldcg(at + kRows + 8)};
+        },
+        [&](int n) {
+          const int block = pieces.slot(n) * (W::kDim / 8) + first;
+          return k.partial_out + block * 32 + lane;
+        });
+    RowTargets(k, rows, merged.max, merged.sum).store<typename W::T>(first, merged.value);
   }
 }
 

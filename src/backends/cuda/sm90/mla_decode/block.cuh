@@ -18,7 +18,6 @@ namespace fovea::cuda::mla {
 using split_kv::GroupRange;
 using split_kv::JobPieces;
 using split_kv::kKeyTile;  ///< M of a warpgroup product: keys stand on the M side.
-using split_kv::MergedValue;
 
 constexpr int kLatent = 512;
 constexpr int kRope = 64;
@@ -28,7 +27,7 @@ constexpr int kOutputWarpgroups = 2;
 constexpr int kOutputThreads = kOutputWarpgroups * 128;
 constexpr int kChunksPerOutput = kLatent / 64 / kOutputWarpgroups;
 constexpr int kThreads = 512;     ///< Two output warpgroups, one for scores, one that loads.
-constexpr int kMaxSplits = 16;    ///< Blocks of the largest cluster.
+constexpr int kMaxSplits = 8;     ///< Blocks of a cluster that share a row tile, at most.
 constexpr int kScoreBarrier = 1;  ///< Named barriers; 0 is the whole block's.
 constexpr int kOutputBarrier = 2;
 /// The reference maximum lags behind the true one by at most this (log2): probabilities reach 256,
@@ -66,11 +65,24 @@ struct Handover {
   std::uint64_t p_empty;
   std::uint64_t exchanged;  ///< The results of all blocks of the cluster's row tile are in memory.
   Job job;                  ///< Of the output warpgroups, whose registers are full.
+  JobPieces pieces;         ///< Of that job, unless the group has all of it.
+  std::uint32_t turn;       ///< Jobs that the block has begun.
   std::int32_t rescale;     ///< Some factor of the message is not 1.
   std::int32_t last_arriver;  ///< This block merges.
 
+  /// Run by one thread when a job begins: there is time for divisions then.
+  __device__ void begin(const Job& next, const split_kv::RangeWalk& range) {
+    ++turn;
+    job = next;
+    if (!next.whole) pieces = JobPieces(next.first_unit, next.num_units, range);
+  }
+
+  /// Run by each output thread: P and the message have been read.
+  __device__ void release() { ptx::mbarrier_arrive(ptx::shared_address(&p_empty)); }
+
   /// Run by one thread.
   __device__ void init(int splits, int score_threads) {
+    turn = 0;
     ptx::mbarrier_init(ptx::shared_address(&p_full), score_threads);
     ptx::mbarrier_init(ptx::shared_address(&p_empty), kOutputThreads);
     ptx::mbarrier_init(ptx::shared_address(&exchanged), splits);
@@ -81,7 +93,7 @@ struct Handover {
 template <int kRows>
 struct SharedMemory {
   /// As many chunks as fit in 227 KB beside the rest.
-  static constexpr int kSlots = kRows == 64 ? 18 : kRows == 32 ? 23 : 25;
+  static constexpr int kSlots = kRows == 32 ? 23 : 25;
 
   std::uint8_t ring[kSlots][kChunkBytes];  ///< Chunks on their way.
   std::uint8_t q[kChunks][kRows * 128];
@@ -203,17 +215,13 @@ __device__ __forceinline__ std::int64_t out_offset(const MlaDecodeParams& op, co
 
 __device__ __forceinline__ void store_element(const MlaDecodeParams& op, std::int64_t offset,
                                               float value) {
-  switch (op.out_type) {
-    case ElementType::f32:
-      static_cast<float*>(op.out)[offset] = value;
-      break;
-    case ElementType::f16:
-      static_cast<__half*>(op.out)[offset] = __float2half_rn(value);
-      break;
-    case ElementType::bf16:
-      static_cast<__nv_bfloat16*>(op.out)[offset] = __float2bfloat16_rn(value);
-      break;
+  if (op.out_type == ElementType::f32) {
+    static_cast<float*>(op.out)[offset] = value;
+    return;
   }
+  const std::uint32_t bits = op.out_type == ElementType::bf16 ? pack<__nv_bfloat16>(value, 0.f)
+                                                              : pack<__half>(value, 0.f);
+  static_cast<std::uint16_t*>(op.out)[offset] = static_cast<std::uint16_t>(bits);
 }
 
 /// `max` in log2 units and `sum` relative to it; sum 0 is a row that sees nothing.

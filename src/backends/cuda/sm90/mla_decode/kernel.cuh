@@ -1,9 +1,9 @@
-// MLA decode for compute capability 9.0. README.md beside this draws the schedule.
+// MLA decode over tiles of 16 or 32 query rows. README.md beside this draws the schedule.
 //
 // Keys stand on the M side of every product, query rows (tokens x heads) on the N side:
 //   S^T [64 keys, rows]  = K [64, 576] Q^T [576, rows]     one warpgroup
 //   O^T [512, rows]     += V^T [512, 64] P^T [64, rows]    two warpgroups, 256 channels each
-// so that 16 rows cost a quarter of 64. V is K's first 512 channels: one tile in shared memory,
+// so that 16 rows cost half of 32. V is K's first 512 channels: one tile in shared memory,
 // read along its rows for S and across them for O.
 #pragma once
 
@@ -29,8 +29,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int row_tile = rank % row_tiles;
   const int split = rank / row_tiles;
 
+  // Until each role waits for it, the kernel before may still run. The schedule and what it was
+  // made from are older than that kernel; all else is touched after the wait.
+  JobWalk walk(k, group, kRows, row_tile, split);
+  Job job;
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&map);
+#pragma unroll 1
     for (int i = 0; i < kSlots; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&s.full[i]), 1);
       ptx::mbarrier_init(ptx::shared_address(&s.empty[i]), 4);  // The reading warps.
@@ -38,36 +43,23 @@ __global__ void __launch_bounds__(kThreads, 1)
     s.handover.init(splits, 128);
     ptx::mbarrier_init_fence();
   }
-  if (splits > 1) {  // The others' barriers are arrived at.
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
-  } else {
-    __syncthreads();
-  }
-  // Until each role waits for it, the kernel before may still run. The schedule and what it was
-  // made from are older than that kernel; all else is touched after the wait.
-  JobWalk walk(k, group, kRows, row_tile, split);
-  Job job;
+  if (splits > 1) ptx::cluster_arrive();
+  __syncthreads();
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   RingPosition<kSlots> ring;
   std::uint32_t message = 0;
   if (warp < 4 * kOutputWarpgroups) {
     ptx::take_registers<176>();
-    const Partials<kRows> partials{k, row_tile, split};
     OutputFragment<kRows> out;
-    std::uint32_t turn = 0;
-    ptx::wait_for_previous_kernel();
+    if (splits > 1) ptx::cluster_wait();  // The others' barriers are arrived at.
     while (walk.next(job)) {
       ptx::named_barrier(kOutputBarrier, kOutputThreads);  // The job before is not read any more.
-      if (threadIdx.x == 0) s.handover.job = job;
+      if (threadIdx.x == 0) s.handover.begin(job, walk.range());
       ptx::named_barrier(kOutputBarrier, kOutputThreads);
+      ptx::wait_for_previous_kernel();
       accumulate_tiles<T, kRows>(job.tile_end - job.tile_begin, s, ring, message, out);
-      if (splits == 1) {
-        finish_alone<kRows, DenseOrder>(k, walk, partials, s.handover, out);
-      } else {
-        finish_in_cluster<kRows, DenseOrder>(k, walk, partials, s.handover, out, turn++);
-      }
+      finish<kRows, DenseOrder>(k, s.handover, out, [&] { s.handover.release(); });
     }
   } else if (warp < 4 * kOutputWarpgroups + 4) {
     ptx::give_registers<120>();
@@ -78,6 +70,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::named_barrier(kScoreBarrier, 128);
       score_tiles<T, kRows>(k, job, s, ring, message);
     }
+    if (splits > 1) ptx::cluster_wait();
   } else {
     ptx::give_registers<40>();
     const int loader = warp - (4 * kOutputWarpgroups + 4);
@@ -86,12 +79,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::let_next_kernel_start();
       clear_unused_rows(k.op, blockIdx.x, gridDim.x);
     }
-    // Rows that one block alone reads leave L2 first.
-    const std::uint64_t policy = ptx::make_l2_policy(row_tiles == 1 ? ptx::L2Policy::evict_first
-                                                                    : ptx::L2Policy::evict_normal);
+    // Blocks of a group read the same rows at nearly the same time: they may leave L2 first.
+    const std::uint64_t policy = ptx::make_l2_policy(ptx::L2Policy::evict_first);
     while (walk.next(job)) {
       if (loader == 0) load_tiles<kRows>(k, &map, job, walk.request(), s, ring, policy);
     }
+    if (splits > 1) ptx::cluster_wait();
   }
 }
 

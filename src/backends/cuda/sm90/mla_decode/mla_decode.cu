@@ -6,6 +6,7 @@
 #include "backends/cuda/sm90/mla_decode/kernel.cuh"
 #include "backends/cuda/sm90/mla_decode/mla_decode.h"
 #include "backends/cuda/sm90/mla_decode/quantized.h"
+#include "backends/cuda/sm90/mla_decode/wide.h"
 #include "backends/cuda/sm90/split_kv/plan.cuh"
 #include "backends/cuda/sm90/tensor_map.h"
 
@@ -35,23 +36,6 @@ struct WorkspaceLayout {
   }
 };
 
-using Kernel = void (*)(KernelParams, CUtensorMap);
-
-template <typename T>
-Kernel kernel_of(std::int32_t rows) {
-  switch (rows) {
-    case 16:
-      return mla::mla_decode_kernel<T, 16>;
-    case 32:
-      return mla::mla_decode_kernel<T, 32>;
-    default:
-      return mla::mla_decode_kernel<T, 64>;
-  }
-}
-
-template <int kRows>
-constexpr std::size_t dense_bytes = sizeof(mla::SharedMemory<kRows>);
-
 /// The kernel of a launch, as the runtime takes it.
 struct Function {
   const void* address;
@@ -70,15 +54,22 @@ Function function_of(const MlaDecodeParams& p, std::int32_t rows) {
     return {reinterpret_cast<const void*>(kernel.function), kernel.shared_bytes, kernel.threads,
             number};
   }
-  const Kernel kernel = is_bf16 ? kernel_of<__nv_bfloat16>(rows) : kernel_of<__half>(rows);
-  const std::size_t bytes = rows == 16   ? dense_bytes<16>
-                            : rows == 32 ? dense_bytes<32>
-                                         : dense_bytes<64>;
+  if (rows == mla::kWideRows) {
+    const mla::WideKernel kernel = mla::wide_kernel(p.query_type);
+    return {reinterpret_cast<const void*>(kernel.function), kernel.shared_bytes, mla::kWideThreads,
+            number};
+  }
+  using mla::mla_decode_kernel;
+  const auto kernel = is_bf16 ? (rows == 16 ? mla_decode_kernel<__nv_bfloat16, 16>
+                                            : mla_decode_kernel<__nv_bfloat16, 32>)
+                              : (rows == 16 ? mla_decode_kernel<__half, 16>
+                                            : mla_decode_kernel<__half, 32>);
+  const std::size_t bytes =
+      rows == 16 ? sizeof(mla::SharedMemory<16>) : sizeof(mla::SharedMemory<32>);
   return {reinterpret_cast<const void*>(kernel), bytes, mla::kThreads, number};
 }
 static_assert(sizeof(mla::SharedMemory<16>) <= 227 * 1024);
 static_assert(sizeof(mla::SharedMemory<32>) <= 227 * 1024);
-static_assert(sizeof(mla::SharedMemory<64>) <= 227 * 1024);
 
 struct Launch {
   cudaLaunchConfig_t config{};
@@ -223,7 +214,7 @@ cudaError_t mla_decode_sm90_geometry(const MlaDecodeParams& p, MlaDecodeGeometry
   const Function function = function_of(p, g.rows);
   status = prepare(function);
   if (status != cudaSuccess) return status;
-  for (g.splits_per_group = mla::kMaxSplits / g.row_tiles_per_group;; g.splits_per_group /= 2) {
+  for (g.splits_per_group = mla::kMaxSplits;; g.splits_per_group /= 2) {
     Launch launch(g, function, nullptr);
     int clusters = 0;
     status = clusters_at_once(function, launch, device, &clusters);

@@ -87,6 +87,19 @@ struct DenseOrder {
   static __device__ int channel(int chunk, int warp, int g) { return chunk * 64 + warp * 16 + g; }
 };
 
+/// float4 of each result that a merge asks for at once: as many as there are registers for.
+template <typename Order>
+constexpr int kValuesAtOnce = 1;
+template <>
+constexpr int kValuesAtOnce<DenseOrder> = 2;
+
+/// A thread's four values of two rows and two channels as merges take them: the first row's are x
+/// and z. `d` points at them in a fragment.
+template <typename Order>
+__device__ __forceinline__ float4 two_by_two(const float* d) {
+  return float4{d[0], d[1], d[2], d[3]};
+}
+
 /// Where a thread's four values of chunk `chunk`, column block `j` lie in a whole result
 /// [512 x rows]: 128 threads' float4 side by side.
 template <int kRows>
@@ -94,9 +107,12 @@ __device__ __forceinline__ int fragment_index(int chunk, int j, int thread) {
   return (chunk * (kRows / 8) + j) * 128 + thread;
 }
 
-/// Which part of a result the float4 at `index` is.
+/// Which part of a result the float4 at `index` is: two rows, whose maxima and sums lie at `column`
+/// and behind it.
 template <int kRows, typename Order>
 struct FragmentPlace {
+  static constexpr int kPeriod = kRows / 8 * 128;  ///< float4 so far apart are of the same rows.
+  using Lanes = split_kv::LanesOfRows<8, 4>;
   int channel, column;
   bool first_channels;  ///< One of the threads that hold these rows.
   __device__ explicit FragmentPlace(int index) {
@@ -106,25 +122,8 @@ struct FragmentPlace {
     column = tile % (kRows / 8) * 8 + thread % 4 * 2;
     first_channels = thread / 4 == 0;
   }
+  __device__ int row(int i) const { return column + i; }
 };
-
-/// Writes a merged float4; the thread that holds channel 0 also writes the rows' lse.
-template <int kRows, typename Order>
-__device__ __forceinline__ void store_merged(const KernelParams& k, const Job& job,
-                                             const FragmentPlace<kRows, Order>& place,
-                                             const MergedValue& m) {
-#pragma unroll
-  for (int b = 0; b < 2; ++b) {
-    const int row = place.column + b;
-    if (row >= job.num_rows) continue;
-    const float sum = b == 0 ? m.sum.x : m.sum.y;
-    const float inverse = inverse_sum(k.op, job, row, b == 0 ? m.max.x : m.max.y, sum);
-    const std::int64_t to = out_offset(k.op, job, row) + place.channel;
-    store_element(k.op, to, (b == 0 ? m.value.x : m.value.y) * inverse);
-    store_element(k.op, to + Order::kStep, (b == 0 ? m.value.z : m.value.w) * inverse);
-    if (place.channel == 0) store_lse(k.op, job, row, b == 0 ? m.max.x : m.max.y, sum);
-  }
-}
 
 /// Addresses of a job's partial results for one block: its row tile and its slice of each result
 /// (all of it without clusters).
@@ -147,63 +146,6 @@ struct Partials {
   }
   __device__ float* sum(std::int32_t slot) const { return max(slot) + kRows; }
 };
-
-/// Merges slice `split` of `splits` of `count` results. stats(i) gives a result's maxima, which its
-/// sums follow, out(i) its values; store(index, place, merged) takes what comes out. Two float4 a
-/// thread are on their way at once where a slice has so many.
-template <int kRows, typename Order, typename Stats, typename Out, typename Store>
-__device__ __forceinline__ void merge_slice(int split, int splits, int count, Stats stats, Out out,
-                                            Store store) {
-  constexpr int kAtOnce = kRows == 64 ? 2 : 1;
-  const int slice = kLatent / 4 * kRows / splits;
-  const int begin = split * slice;
-  for (int first = begin + threadIdx.x; first < begin + slice; first += kAtOnce * kOutputThreads) {
-    MergedValue merged[kAtOnce];
-#pragma unroll
-    for (int n = 0; n < kAtOnce; ++n) {
-      const int index = first + n * kOutputThreads;
-      const FragmentPlace<kRows, Order> place(index);
-      merged[n] = split_kv::merge_values<Order::kFlight>(
-          count,
-          [&](int i, float2& max, float2& sum) {
-            const float* at = stats(i) + place.column;
-            max = __ldcg(reinterpret_cast<const float2*>(at));
-            sum = __ldcg(reinterpret_cast<const float2*>(at + kRows));
-          },
-          [&](int i) { return __ldcg(out(i) + index); });
-    }
-#pragma unroll
-    for (int n = 0; n < kAtOnce; ++n) {
-      const int index = first + n * kOutputThreads;
-      store(index, FragmentPlace<kRows, Order>(index), merged[n]);
-    }
-  }
-}
-
-/// Called by the output warpgroups once the block's slice of the job's partial result is written:
-/// the last block to come merges that slice of all of them.
-template <int kRows, typename Order>
-__device__ void merge_if_last(const KernelParams& k, const Job& job, const JobPieces& pieces,
-                              const Partials<kRows>& partials, Handover<kRows>& s) {
-  ptx::named_barrier(kOutputBarrier, kOutputThreads);
-  std::uint32_t* counter = k.counters + partials.slice(pieces.first_slot);
-  if (threadIdx.x == 0) {
-    const bool is_last =
-        ptx::count_arrival(counter) == static_cast<std::uint32_t>(pieces.count - 1);
-    if (is_last) *counter = 0;  // Ready for the next launch.
-    s.last_arriver = is_last;
-  }
-  ptx::named_barrier(kOutputBarrier, kOutputThreads);
-  if (!s.last_arriver) return;
-
-  merge_slice<kRows, Order>(
-      partials.split, k.geometry.splits_per_group, pieces.count,
-      [&](int i) { return partials.max(pieces.slot(i)); },
-      [&](int i) { return partials.out(pieces.slot(i)); },
-      [&](int, const FragmentPlace<kRows, Order>& place, const MergedValue& merged) {
-        store_merged(k, job, place, merged);
-      });
-}
 
 /// Writes normalised outputs straight from the fragments.
 template <int kRows>
@@ -260,97 +202,182 @@ __device__ void store_output(DenseOrder, const KernelParams& k, const Job& job,
   }
 }
 
-/// The end of a job for a block without cluster merge.
+/// Results of several blocks or groups: where the values of the i-th lie, and the maxima of the
+/// block's slice, which its sums follow.
+struct Results {
+  const float4* out;
+  const float* stats;
+  int out_stride, stats_stride;  ///< Between places.
+  int first, step;               ///< Places of the first result, and between results.
+  int count;
+
+  __device__ int place(int i) const { return i == 0 ? first : i * step; }
+};
+
+/// Rows of a merge and the float4 of them that one thread has: kValues, kStride apart.
 template <int kRows, typename Order>
-__device__ void finish_alone(const KernelParams& k, const JobWalk& walk,
-                             const Partials<kRows>& partials, Handover<kRows>& s,
-                             const OutputFragment<kRows>& out) {
-  const Job& job = s.job;
-  if (job.whole) {
-    if (job.num_rows > 0) store_output<kRows>(Order{}, k, job, s, out);
-  } else {
-    const int thread = threadIdx.x % 128;
-    const int first_chunk = threadIdx.x / 128 * kChunksPerOutput;
-    float4* to = partials.out(job.slot);
+struct MergeShape {
+  using Place = FragmentPlace<kRows, Order>;
+  static constexpr int kValues = kValuesAtOnce<Order>;
+  static constexpr int kStride =
+      Place::kPeriod > kOutputThreads ? Place::kPeriod : kOutputThreads;
+  using Merged = split_kv::MergedRows<kValues>;
+};
+
+/// Writes `existing` merged float4 from `index` on; the thread that holds channel 0 also writes the
+/// rows' lse.
+template <int kRows, typename Order>
+__device__ __forceinline__ void store_merged(const KernelParams& k, const Job& job, int index,
+                                             int existing,
+                                             const typename MergeShape<kRows, Order>::Merged& m) {
+  using Shape = MergeShape<kRows, Order>;
+  const typename Shape::Place place(index);
+#pragma unroll 1
+  for (int b = 0; b < 2; ++b) {
+    const int row = place.row(b);
+    if (row >= job.num_rows) break;
+    const float max = b == 0 ? m.max.x : m.max.y, sum = b == 0 ? m.sum.x : m.sum.y;
+    const float inverse = inverse_sum(k.op, job, row, max, sum);
+    const std::int64_t to = out_offset(k.op, job, row);
+    if (place.channel == 0) store_lse(k.op, job, row, max, sum);
 #pragma unroll
-    for (int i = 0; i < kChunksPerOutput; ++i) {
-#pragma unroll
-      for (int j = 0; j < kRows / 8; ++j) {
-        to[fragment_index<kRows>(first_chunk + i, j, thread)] =
-            float4{out[i][4 * j], out[i][4 * j + 1], out[i][4 * j + 2], out[i][4 * j + 3]};
-      }
-    }
-    for (int row = threadIdx.x; row < kRows; row += kOutputThreads) {
-      partials.max(job.slot)[row] = s.message[0][row];
-      partials.sum(job.slot)[row] = s.message[1][row];
+    for (int n = 0; n < Shape::kValues; ++n) {
+      if (n >= existing) break;
+      const float4& v = m.value[n];
+      const std::int64_t at = to + typename Shape::Place(index + n * Shape::kStride).channel;
+      store_element(k.op, at, (b == 0 ? v.x : v.y) * inverse);
+      store_element(k.op, at + Order::kStep, (b == 0 ? v.z : v.w) * inverse);
     }
   }
-  ptx::mbarrier_arrive(ptx::shared_address(&s.p_empty));
-  if (job.whole) return;
-  const JobPieces pieces(job.first_unit, job.num_units, walk.range());
-  merge_if_last<kRows, Order>(k, job, pieces, partials, s);
 }
 
-/// The end of a job for a cluster whose blocks share its keys: each block merges one slice of the
-/// blocks' results. They travel through L2, which takes half the time of distributed shared memory.
-/// `turn` counts the block's jobs: results alternate between two places, and a block that writes
-/// one of them again has seen all others finish reading it.
+/// Merges the block's slice of `results`: into the job's rows, or into the partial result at
+/// `partial_slot` unless that is negative. `thread` is one of the output warpgroups'.
 template <int kRows, typename Order>
-__device__ void finish_in_cluster(const KernelParams& k, const JobWalk& walk,
-                                  const Partials<kRows>& partials, Handover<kRows>& s,
-                                  const OutputFragment<kRows>& out, std::uint32_t turn) {
+__device__ __forceinline__ void merge_slice(const KernelParams& k, const Job& job,
+                                            const Results& results,
+                                            const Partials<kRows>& partials, int thread,
+                                            std::int32_t partial_slot) {
+  using Shape = MergeShape<kRows, Order>;
+  const int slice = kLatent / 4 * kRows / k.geometry.splits_per_group;
+  const int begin = partials.split * slice, end = begin + slice;
+#pragma unroll 1
+  for (int offset = thread; offset < Shape::kStride; offset += kOutputThreads) {
+#pragma unroll 1
+    for (int first = begin + offset; first < end; first += Shape::kValues * Shape::kStride) {
+      const typename Shape::Place rows(first);
+      const int existing = (end - first + Shape::kStride - 1) / Shape::kStride;
+      const auto merged = split_kv::merge_rows<Order::kFlight, Shape::kValues, Shape::kStride,
+                                              typename Shape::Place::Lanes>(
+          results.count, existing,
+          [&](int i, float2& max, float2& sum) {
+            const float* at =
+                results.stats + (results.place(i) * results.stats_stride + rows.column);
+            max = __ldcg(reinterpret_cast<const float2*>(at));
+            sum = __ldcg(reinterpret_cast<const float2*>(at + kRows));
+          },
+          [&](int i) { return results.out + (results.place(i) * results.out_stride + first); });
+      if (partial_slot >= 0) {
+        float4* to = partials.out(partial_slot) + first;
+#pragma unroll
+        for (int n = 0; n < Shape::kValues; ++n) {
+          if (n < existing) __stcg(to + n * Shape::kStride, merged.value[n]);
+        }
+        if (rows.first_channels) {
+          __stcg(reinterpret_cast<float2*>(partials.max(partial_slot) + rows.column), merged.max);
+          __stcg(reinterpret_cast<float2*>(partials.sum(partial_slot) + rows.column), merged.sum);
+        }
+      } else {
+        store_merged<kRows, Order>(k, job, first, existing, merged);
+      }
+    }
+  }
+}
+
+/// Whether the block is the last of those that share a slice of the job. Called by the output
+/// warpgroups once theirs is written.
+template <int kRows>
+__device__ __forceinline__ bool is_last_arriver(const KernelParams& k,
+                                                const Partials<kRows>& partials,
+                                                Handover<kRows>& s) {
+  ptx::named_barrier(kOutputBarrier, kOutputThreads);
+  if (threadIdx.x == 0) {
+    std::uint32_t* counter = k.counters + partials.slice(s.pieces.first_slot);
+    const bool is_last =
+        ptx::count_arrival(counter) == static_cast<std::uint32_t>(s.pieces.count - 1);
+    if (is_last) *counter = 0;  // Ready for the next launch.
+    s.last_arriver = is_last;
+  }
+  ptx::named_barrier(kOutputBarrier, kOutputThreads);
+  return s.last_arriver;
+}
+
+/// The end of a job. Blocks of a cluster, which share its keys, merge one slice each of their
+/// results. These travel through L2, which takes half the time of distributed shared memory. If
+/// other groups share the job, the last block to come merges a slice of all of theirs.
+/// Results alternate between two places, and a block that writes one of them again has seen all
+/// others finish reading it. release() is called once the message has been read.
+template <int kRows, typename Order, typename Release>
+__device__ __forceinline__ void finish(const KernelParams& k, Handover<kRows>& s,
+                                       const OutputFragment<kRows>& out, Release release) {
   const Job& job = s.job;
   constexpr int kValues = kLatent / 4 * kRows;
-  const int splits = k.geometry.splits_per_group;
-  const int row_tiles = k.geometry.row_tiles_per_group;
-  const int thread = threadIdx.x % 128;
-  const int first_chunk = threadIdx.x / 128 * kChunksPerOutput;
-  const std::int64_t turn_block = (turn & 1) * static_cast<std::int64_t>(gridDim.x);
-  // Block of split i, less that of split 0, is i * row_tiles.
-  const std::int64_t own_block = turn_block + blockIdx.x;
-  const std::int64_t first_block = own_block - partials.split * row_tiles;
-  const auto out_of = [&](std::int64_t block) {
-    return reinterpret_cast<float4*>(k.exchange_out) + block * kValues;
-  };
-  const auto stats_of = [&](std::int64_t block) { return k.exchange_stats + block * (2 * kRows); };
-
-  float4* own = out_of(own_block);
+  int splits = k.geometry.splits_per_group, row_tiles = k.geometry.row_tiles_per_group;
+  int thread = threadIdx.x;
+  // What follows from these must not lie in registers through the products.
+  asm volatile("" : "+r"(splits), "+r"(row_tiles), "+r"(thread));
+  const bool alone = splits == 1;
+  const int rank = blockIdx.x % (row_tiles * splits);
+  const Partials<kRows> partials{k, rank % row_tiles, rank / row_tiles};
+  if (alone && job.whole) {
+    if (job.num_rows > 0) store_output<kRows>(Order{}, k, job, s, out);
+    release();
+    return;
+  }
+  const std::int64_t own_block = (s.turn & 1) * static_cast<std::int64_t>(gridDim.x) + blockIdx.x;
+  float4* to = alone ? partials.out(job.slot)
+                     : reinterpret_cast<float4*>(k.exchange_out) + own_block * kValues;
+  float* stats = alone ? partials.max(job.slot) : k.exchange_stats + own_block * (2 * kRows);
+  to += fragment_index<kRows>(thread / 128 * kChunksPerOutput, 0, thread % 128);
 #pragma unroll
   for (int i = 0; i < kChunksPerOutput; ++i) {
 #pragma unroll
     for (int j = 0; j < kRows / 8; ++j) {
-      __stcg(own + fragment_index<kRows>(first_chunk + i, j, thread),
-             float4{out[i][4 * j], out[i][4 * j + 1], out[i][4 * j + 2], out[i][4 * j + 3]});
+      __stcg(to + fragment_index<kRows>(i, j, 0), two_by_two<Order>(&out[i][4 * j]));
     }
   }
-  if (threadIdx.x < 2 * kRows) {
-    __stcg(stats_of(own_block) + threadIdx.x, (&s.message[0][0])[threadIdx.x]);
+  if (thread < 2 * kRows) __stcg(stats + thread, (&s.message[0][0])[thread]);
+  Results results;
+  if (!alone) {
+    ptx::named_barrier(kOutputBarrier, kOutputThreads);
+    const std::uint32_t exchanged = ptx::shared_address(&s.exchanged);
+    if (thread < splits) {
+      ptx::mbarrier_arrive_cluster(
+          ptx::cluster_address(exchanged, thread * row_tiles + partials.row_tile));
+    }
+    const std::int64_t first_block = own_block - partials.split * row_tiles;
+    results = {reinterpret_cast<const float4*>(k.exchange_out) + first_block * kValues,
+               k.exchange_stats + first_block * (2 * kRows),
+               kValues, 2 * kRows, 0, row_tiles, splits};
   }
-  ptx::named_barrier(kOutputBarrier, kOutputThreads);
-  ptx::mbarrier_arrive(ptx::shared_address(&s.p_empty));
-  const JobPieces pieces(job.first_unit, job.num_units, walk.range());
-  const std::uint32_t exchanged = ptx::shared_address(&s.exchanged);
-  if (threadIdx.x < splits) {
-    ptx::mbarrier_arrive_cluster(
-        ptx::cluster_address(exchanged, threadIdx.x * row_tiles + partials.row_tile));
+  release();
+  if (!alone) ptx::mbarrier_wait_cluster(ptx::shared_address(&s.exchanged), (s.turn & 1) ^ 1);
+  bool last = alone;
+#pragma unroll 1
+  while (true) {
+    if (last) {
+      if (!is_last_arriver(k, partials, s)) return;
+      const JobPieces& pieces = s.pieces;
+      const std::int32_t slot = 2 * pieces.first_group;
+      results = {partials.out(slot), partials.max(slot),
+                 row_tiles * kValues, row_tiles * splits * (2 * kRows),
+                 pieces.first_slot - slot, 2, pieces.count};
+    }
+    merge_slice<kRows, Order>(k, job, results, partials, thread,
+                              last || job.whole ? -1 : job.slot);
+    if (last || job.whole) return;
+    last = true;
   }
-  ptx::mbarrier_wait_cluster(exchanged, turn & 1);
-
-  merge_slice<kRows, Order>(
-      partials.split, splits, splits, [&](int i) { return stats_of(first_block + i * row_tiles); },
-      [&](int i) { return out_of(first_block + i * row_tiles); },
-      [&](int index, const FragmentPlace<kRows, Order>& place, const MergedValue& merged) {
-        if (job.whole) {
-          store_merged(k, job, place, merged);
-          return;
-        }
-        __stcg(partials.out(job.slot) + index, merged.value);
-        if (place.first_channels) {
-          __stcg(reinterpret_cast<float2*>(partials.max(job.slot) + place.column), merged.max);
-          __stcg(reinterpret_cast<float2*>(partials.sum(job.slot) + place.column), merged.sum);
-        }
-      });
-  if (!job.whole) merge_if_last<kRows, Order>(k, job, pieces, partials, s);
 }
 
 }  // namespace fovea::cuda::mla

@@ -477,9 +477,11 @@ __global__ void __launch_bounds__(kQuantizedThreads<kRows>, 1)
   constexpr int kSlots = Memory::kSlots;
   constexpr int kScorers = Memory::kScorers;
   // Of 65536 registers, 480 a thread of 128 with five warpgroups, 512 with four.
-  constexpr int kOutputRegisters = kScorers == 2 ? 96 : 136;
-  constexpr int kScoreRegisters = kScorers == 2 ? 120 : 160;
-  constexpr int kLoadRegisters = kScorers == 2 ? 48 : 80;
+  // Outputs over int4 need more of them, scores fewer.
+  constexpr int kShift = kScorers == 2 && std::is_same_v<Format, Int4PerToken> ? 8 : 0;
+  constexpr int kOutputRegisters = (kScorers == 2 ? 96 : 144) + kShift;
+  constexpr int kScoreRegisters = (kScorers == 2 ? 120 : 160) - kShift;
+  constexpr int kLoadRegisters = kScorers == 2 ? 48 : 64;
 
   const int row_tiles = k.geometry.row_tiles_per_group;
   const int splits = k.geometry.splits_per_group;
@@ -511,21 +513,14 @@ __global__ void __launch_bounds__(kQuantizedThreads<kRows>, 1)
   std::uint32_t message = 0;
   if (warp < 4 * kOutputWarpgroups) {
     if constexpr (kOutputRegisters > 96) ptx::take_registers<kOutputRegisters>();
-    const Partials<kRows> partials{k, row_tile, split};
     OutputFragment<kRows> out;
-    std::uint32_t turn = 0;
     ptx::wait_for_previous_kernel();
     while (walk.next(job)) {
       ptx::named_barrier(kOutputBarrier, kOutputThreads);  // The job before is not read any more.
-      if (threadIdx.x == 0) s.handover.job = job;
+      if (threadIdx.x == 0) s.handover.begin(job, walk.range());
       ptx::named_barrier(kOutputBarrier, kOutputThreads);
       accumulate_quantized<Format, kRows>(job.tile_end - job.tile_begin, s, ring, message, out);
-      if (splits == 1) {
-        finish_alone<kRows, QuantizedOrder<Format>>(k, walk, partials, s.handover, out);
-      } else {
-        finish_in_cluster<kRows, QuantizedOrder<Format>>(k, walk, partials, s.handover, out,
-                                                         turn++);
-      }
+      finish<kRows, QuantizedOrder<Format>>(k, s.handover, out, [&] { s.handover.release(); });
     }
   } else if (warp < 4 * (kOutputWarpgroups + kScorers)) {
     ptx::take_registers<kScoreRegisters>();

@@ -44,8 +44,8 @@ struct Softmax {
   float sum0 = 0.f, sum1 = 0.f;
 
   /// Reduces each column over the lanes of the warp; columns own_column and the next come back.
-  /// Lanes halve the columns between them: 14 shuffles at 64 rows, where a result in every lane
-  /// would take 48.
+  /// Lanes halve the columns between them: 14 shuffles at 32 rows, where a result in every lane
+  /// would take 24.
   template <typename Reduce>
   __device__ __forceinline__ float2 reduce_columns(float (&v)[kBlocks][2], Reduce reduce) const {
     // Lane bits above those that choose a column block first: lanes that differ in them share it.

@@ -102,6 +102,15 @@ __device__ __forceinline__ void wait_for_pieces() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+/// Stores four 8x8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix
+/// l / 8, and has elements 2 c and the next of row g of each.
+__device__ __forceinline__ void store_matrices(std::uint32_t address,
+                                               const std::uint32_t (&m)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
+               : "memory");
+}
+
 /// Stores four 8x8 matrices of 16-bit elements transposed: lane l gives the address of row l % 8 of
 /// matrix l / 8 as it lies in memory.
 __device__ __forceinline__ void store_matrices_transposed(std::uint32_t address, std::uint32_t a,

@@ -77,6 +77,7 @@ class RangeWalk {
 struct JobPieces {
   std::int32_t first_group, first_slot, count;
 
+  JobPieces() = default;
   __device__ JobPieces(std::int32_t first_unit, std::int32_t num_units, const RangeWalk& walk) {
     const std::int32_t total = walk.total_units();
     const std::int32_t groups = walk.groups();
