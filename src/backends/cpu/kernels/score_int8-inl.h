@@ -76,12 +76,10 @@ FOVEA_INLINE QuadSums<Rows> sum_whole(const QuadSpan& span, UpcomingRows& next) 
     for (int t = 0; t < kLanes; ++t) {
       __builtin_memcpy(&quads[t], span.heads[t] + c, sizeof quads[t]);
     }
-    transpose(quads);
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) {
+    for_each_column(quads, [&](int i, IntVec column) __attribute__((always_inline)) {
       ahead.ask<kQuadChannels>();
-      add_quads<Rows>(quads[i], q + kKeyQuad * i, span.q_stride, sums);
-    }
+      add_quads<Rows>(column, q + kKeyQuad * i, span.q_stride, sums);
+    });
   }
   next = ahead;
   return sums;
@@ -96,11 +94,11 @@ template <int Rows>
     __builtin_memcpy(&quads[t], span.heads[t] + span.begin,
                      static_cast<std::size_t>(span.end - span.begin));
   }
-  transpose(quads);
   QuadSums<Rows> sums;
-  for (std::int64_t c = 0; c < span.end - span.begin; c += kKeyQuad) {
-    add_quads<Rows>(quads[c / kKeyQuad], span.q + c, span.q_stride, sums);
-  }
+  for_each_column(quads, [&](int i, IntVec column) __attribute__((always_inline)) {
+    if (span.begin + kKeyQuad * i >= span.end) return;
+    add_quads<Rows>(column, span.q + kKeyQuad * i, span.q_stride, sums);
+  });
   add_sums<Rows>(sums, scales, steps, is_first, scores);
 }
 
@@ -147,9 +145,10 @@ void put_strip(const InPlaceTile& tile, std::int64_t strip, const float* scores)
       Vec rows[kLanes];
 #pragma GCC unroll 16
       for (int r = 0; r < kLanes; ++r) rows[r] = load(scores + (row + r) * kStripTokens + t);
-      transpose(rows);
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) store(score_at(tile, row, strip + t + i), rows[i]);
+      float* to = score_at(tile, row, strip + t);
+      for_each_column(rows, [&](int i, Vec column) __attribute__((always_inline)) {
+        store(to + i * kLanes, column);
+      });
     }
   }
 }

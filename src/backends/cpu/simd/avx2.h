@@ -86,25 +86,26 @@ FOVEA_INLINE Vec sums_of_lanes(const Vec (&v)[kLanes]) {
   return add(_mm256_permute2f128_ps(halves[0], halves[1], 0x20),
              _mm256_permute2f128_ps(halves[0], halves[1], 0x31));
 }
-/// Lane j of v[i] and lane i of v[j] change places. V: Vec or IntVec.
-template <class V>
-FOVEA_INLINE void transpose(V (&v)[kLanes]) {
+/// Calls fn(j, c) for each column of v, as soon as it is there: lane i of c is lane j of v[i].
+/// V: Vec or IntVec.
+template <class V, class F>
+FOVEA_INLINE void for_each_column(const V (&v)[kLanes], const F& fn) {
   const auto low = [](V a, V b) { return (__m256d)_mm256_unpacklo_ps((Vec)a, (Vec)b); };
   const auto high = [](V a, V b) { return (__m256d)_mm256_unpackhi_ps((Vec)a, (Vec)b); };
-  Vec columns[8];  // [i][128 bits]: four rows from 4 * (i / 4) on of column 4 * bits + i % 4
+  Vec parts[8];  // [i][128 bits]: four rows from 4 * (i / 4) on of column 4 * bits + i % 4
 #pragma GCC unroll 2
   for (int i = 0; i < 8; i += 4) {
     const __m256d a = low(v[i], v[i + 1]), b = high(v[i], v[i + 1]);
     const __m256d c = low(v[i + 2], v[i + 3]), d = high(v[i + 2], v[i + 3]);
-    columns[i] = (Vec)_mm256_unpacklo_pd(a, c);
-    columns[i + 1] = (Vec)_mm256_unpackhi_pd(a, c);
-    columns[i + 2] = (Vec)_mm256_unpacklo_pd(b, d);
-    columns[i + 3] = (Vec)_mm256_unpackhi_pd(b, d);
+    parts[i] = (Vec)_mm256_unpacklo_pd(a, c);
+    parts[i + 1] = (Vec)_mm256_unpackhi_pd(a, c);
+    parts[i + 2] = (Vec)_mm256_unpacklo_pd(b, d);
+    parts[i + 3] = (Vec)_mm256_unpackhi_pd(b, d);
   }
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    v[i] = (V)_mm256_permute2f128_ps(columns[i], columns[4 + i], 0x20);
-    v[4 + i] = (V)_mm256_permute2f128_ps(columns[i], columns[4 + i], 0x31);
+  for (int j = 0; j < 4; ++j) {
+    fn(j, (V)_mm256_permute2f128_ps(parts[j], parts[4 + j], 0x20));
+    fn(4 + j, (V)_mm256_permute2f128_ps(parts[j], parts[4 + j], 0x31));
   }
 }
 

@@ -90,31 +90,32 @@ FOVEA_INLINE Vec sums_of_lanes(const Vec (&v)[kLanes]) {
   };
   return fold(fold(quarters[0], quarters[1]), fold(quarters[2], quarters[3]));
 }
-/// Lane j of v[i] and lane i of v[j] change places. V: Vec or IntVec.
-template <class V>
-FOVEA_INLINE void transpose(V (&v)[kLanes]) {
+/// Calls fn(j, c) for each column of v, as soon as it is there: lane i of c is lane j of v[i].
+/// V: Vec or IntVec.
+template <class V, class F>
+FOVEA_INLINE void for_each_column(const V (&v)[kLanes], const F& fn) {
   const auto low = [](V a, V b) { return (__m512d)_mm512_unpacklo_ps((Vec)a, (Vec)b); };
   const auto high = [](V a, V b) { return (__m512d)_mm512_unpackhi_ps((Vec)a, (Vec)b); };
-  Vec columns[16];  // [i][128 bits]: four rows from 4 * (i / 4) on of column 4 * bits + i % 4
+  Vec parts[16];  // [i][128 bits]: four rows from 4 * (i / 4) on of column 4 * bits + i % 4
 #pragma GCC unroll 4
   for (int i = 0; i < 16; i += 4) {
     const __m512d a = low(v[i], v[i + 1]), b = high(v[i], v[i + 1]);
     const __m512d c = low(v[i + 2], v[i + 3]), d = high(v[i + 2], v[i + 3]);
-    columns[i] = (Vec)_mm512_unpacklo_pd(a, c);
-    columns[i + 1] = (Vec)_mm512_unpackhi_pd(a, c);
-    columns[i + 2] = (Vec)_mm512_unpacklo_pd(b, d);
-    columns[i + 3] = (Vec)_mm512_unpackhi_pd(b, d);
+    parts[i] = (Vec)_mm512_unpacklo_pd(a, c);
+    parts[i + 1] = (Vec)_mm512_unpackhi_pd(a, c);
+    parts[i + 2] = (Vec)_mm512_unpacklo_pd(b, d);
+    parts[i + 3] = (Vec)_mm512_unpackhi_pd(b, d);
   }
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    const Vec a = columns[i], b = columns[4 + i], c = columns[8 + i], d = columns[12 + i];
+  for (int j = 0; j < 4; ++j) {
+    const Vec a = parts[j], b = parts[4 + j], c = parts[8 + j], d = parts[12 + j];
     const Vec ab = _mm512_shuffle_f32x4(a, b, 0x44), cd = _mm512_shuffle_f32x4(c, d, 0x44);
+    fn(j, (V)_mm512_shuffle_f32x4(ab, cd, 0x88));
+    fn(4 + j, (V)_mm512_shuffle_f32x4(ab, cd, 0xdd));
     const Vec ab_high = _mm512_shuffle_f32x4(a, b, 0xee);
     const Vec cd_high = _mm512_shuffle_f32x4(c, d, 0xee);
-    v[i] = (V)_mm512_shuffle_f32x4(ab, cd, 0x88);
-    v[4 + i] = (V)_mm512_shuffle_f32x4(ab, cd, 0xdd);
-    v[8 + i] = (V)_mm512_shuffle_f32x4(ab_high, cd_high, 0x88);
-    v[12 + i] = (V)_mm512_shuffle_f32x4(ab_high, cd_high, 0xdd);
+    fn(8 + j, (V)_mm512_shuffle_f32x4(ab_high, cd_high, 0x88));
+    fn(12 + j, (V)_mm512_shuffle_f32x4(ab_high, cd_high, 0xdd));
   }
 }
 

@@ -71,17 +71,18 @@ FOVEA_INLINE IntVec dot_int_pairs(IntVec sum, IntPairs a, IntPairs b) {
 FOVEA_INLINE Vec sums_of_lanes(const Vec (&v)[kLanes]) {
   return vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3]));
 }
-/// Lane j of v[i] and lane i of v[j] change places. V: Vec or IntVec.
-template <class V>
-FOVEA_INLINE void transpose(V (&v)[kLanes]) {
-  const auto first = [](V a, V b) { return (float64x2_t)vtrn1q_f32((Vec)a, (Vec)b); };
-  const auto second = [](V a, V b) { return (float64x2_t)vtrn2q_f32((Vec)a, (Vec)b); };
-  const float64x2_t a = first(v[0], v[1]), b = second(v[0], v[1]);
-  const float64x2_t c = first(v[2], v[3]), d = second(v[2], v[3]);
-  v[0] = (V)vtrn1q_f64(a, c);
-  v[1] = (V)vtrn1q_f64(b, d);
-  v[2] = (V)vtrn2q_f64(a, c);
-  v[3] = (V)vtrn2q_f64(b, d);
+/// Calls fn(j, c) for each column of v, as soon as it is there: lane i of c is lane j of v[i].
+/// V: Vec or IntVec.
+template <class V, class F>
+FOVEA_INLINE void for_each_column(const V (&v)[kLanes], const F& fn) {
+  const auto even = [](V a, V b) { return (float64x2_t)vtrn1q_f32((Vec)a, (Vec)b); };
+  const auto odd = [](V a, V b) { return (float64x2_t)vtrn2q_f32((Vec)a, (Vec)b); };
+  const float64x2_t a = even(v[0], v[1]), b = odd(v[0], v[1]);
+  const float64x2_t c = even(v[2], v[3]), d = odd(v[2], v[3]);
+  fn(0, (V)vtrn1q_f64(a, c));
+  fn(1, (V)vtrn1q_f64(b, d));
+  fn(2, (V)vtrn2q_f64(a, c));
+  fn(3, (V)vtrn2q_f64(b, d));
 }
 
 /// Four elements of two bytes, four of one.

@@ -84,11 +84,11 @@ FOVEA_INLINE Vec sums_of_lanes(const Vec (&v)[kLanes]) {
       Vec{v[0][1], v[1][1], v[2][1], v[3][1]} + Vec{v[0][3], v[1][3], v[2][3], v[3][3]};
   return low + high;
 }
-/// Lane j of v[i] and lane i of v[j] change places. V: Vec or IntVec.
-template <class V>
-FOVEA_INLINE void transpose(V (&v)[kLanes]) {
-  const V a = v[0], b = v[1], c = v[2], d = v[3];
-  for (int i = 0; i < kLanes; ++i) v[i] = V{a[i], b[i], c[i], d[i]};
+/// Calls fn(j, c) for each column of v, as soon as it is there: lane i of c is lane j of v[i].
+/// V: Vec or IntVec.
+template <class V, class F>
+FOVEA_INLINE void for_each_column(const V (&v)[kLanes], const F& fn) {
+  for (int j = 0; j < kLanes; ++j) fn(j, V{v[0][j], v[1][j], v[2][j], v[3][j]});
 }
 
 FOVEA_INLINE float to_f32(BFloat16 x) {
