@@ -1,23 +1,15 @@
 #!/usr/bin/env python3
 """Times torch's scaled_dot_product_attention on cases of the suite cpu: torch_sdpa.py FOVEA.json OUT.json
 
-FOVEA.json is a result of `fovea bench --suite cpu --json FOVEA.json` on this machine: its threads, limits and amounts of
-work count for torch too. OUT.json has the same form, so that `compare.py FOVEA.json OUT.json` puts both side by side.
+FOVEA.json is a result of `fovea bench --suite cpu --json FOVEA.json` on this machine. OUT.json has the same form, so
+that `compare.py FOVEA.json OUT.json` puts both side by side.
 
 torch has no paged cache: keys and values are contiguous, [1, heads, tokens, channels], which is what it is fastest
 with. A latent row is one key head of 576 channels whose first 512 are the value.
 """
-import datetime
-import json
-import statistics
-import sys
-import time
-
+import peer
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-
-ROUNDS = 9
-SECONDS = 0.05
 
 # heads, key heads, query tokens, keys, channels of a key, channels of a value
 CASES = {
@@ -39,21 +31,8 @@ def operands(heads, kv_heads, tokens, keys, k_dim, v_dim):
     return q, k, v
 
 
-def call_us(call):
-    """Of one round: calls for SECONDS after one that does not count."""
-    call()
-    start, calls = time.perf_counter(), 0
-    while calls == 0 or time.perf_counter() - start < SECONDS:
-        call()
-        calls += 1
-    return (time.perf_counter() - start) / calls * 1e6
-
-
 def main():
-    if len(sys.argv) != 3:
-        sys.exit(__doc__)
-    with open(sys.argv[1], encoding="utf-8") as file:
-        fovea = json.load(file)
+    fovea = peer.fovea_result(__doc__)
     torch.set_num_threads(fovea["machine"]["threads"])
     torch.manual_seed(1)
     calls = {}
@@ -61,26 +40,8 @@ def main():
         if case["case"] in CASES:
             q, k, v = operands(*CASES[case["case"]])
             calls[case["case"]] = lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    if not calls:
-        sys.exit(f"torch_sdpa.py: {sys.argv[1]} has none of {', '.join(CASES)}")
     with torch.inference_mode():
-        rounds = [{name: call_us(call) for name, call in calls.items()} for _ in range(ROUNDS)]
-
-    result = {"version": torch.__version__, "peer": "torch scaled_dot_product_attention",
-              "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-              "machine": {key: fovea["machine"][key] for key in ("processor", "features", "threads")},
-              "peaks": fovea["peaks"], "rounds": {"run": ROUNDS, "steady": ROUNDS}, "cases": []}
-    for case in fovea["cases"]:
-        if case["case"] not in calls:
-            continue
-        us = statistics.median(times[case["case"]] for times in rounds)
-        faster = case["time_us"] / us
-        result["cases"].append({"case": case["case"], "time_us": us, "gflops": case["gflops"] * faster,
-                                "gbps": case["gbps"] * faster, "limit": case["limit"],
-                                "percent_of_limit": case["percent_of_limit"] * faster})
-    with open(sys.argv[2], "w", encoding="utf-8") as file:
-        json.dump(result, file, indent=2)
-        file.write("\n")
+        peer.time_and_write(fovea, "torch scaled_dot_product_attention", torch.__version__, calls)
 
 
 if __name__ == "__main__":
