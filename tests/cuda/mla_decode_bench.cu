@@ -54,7 +54,7 @@ void check_case(const CaseShape& shape, std::uint32_t seed) {
   check_cuda(mla_decode_sm90_geometry(c.params, &best), "geometry");
   check_geometry(c, ref, best, shape.name + describe(best));
   if (shape.format != CacheFormat::dense) {
-    const MlaDecodeGeometry few[] = {{16, 1, 1, 132}, {16, 1, 4, 5}, {32, 2, 8, 1}, {32, 1, 1, 7}};
+    const MlaDecodeGeometry few[] = {{16, 1, 1, 132}, {16, 1, 4, 5}, {16, 2, 8, 1}, {16, 2, 1, 7}};
     for (const MlaDecodeGeometry& g : few) check_geometry(c, ref, g, shape.name + describe(g));
     return;
   }
@@ -112,7 +112,9 @@ void check_format(CacheFormat format, const std::string& name, std::uint32_t& se
   };
   check({"one key", 16, {1}, {1}});
   check({"long", 16, {1, 1}, {3001, 64}, 64, bf16, f32});
-  check({"f16 queries, 40 heads", 40, {1, 2}, {700, 300}, 64, f16, f16});
+  if (format != CacheFormat::fp8_ds_mla) {
+    check({"f16 queries, 40 heads", 40, {1, 2}, {700, 300}, 64, f16, f16});
+  }
   check({"zero lengths", 12, {1, 1, 0, 1}, {0, 130, 40, 0}, 16, bf16, bf16, true, true, 2});
   check({"large queries", 16, {1, 1}, {400, 1500}, 64, bf16, f32, true, true, 0, 0, 3e4f});
   check({"tiny queries", 16, {1, 1}, {400, 1500}, 64, bf16, f32, true, true, 0, 0, 1e-20f});
@@ -204,28 +206,33 @@ void run_checks() {
   check_format(CacheFormat::int8_per_token, "int8", seed);
   check_format(CacheFormat::fp8_e4m3, "fp8", seed);
   check_format(CacheFormat::int4_per_token, "int4", seed);
+  check_format(CacheFormat::fp8_ds_mla, "ds_mla", seed);
   if (options.only.empty()) check_replay();
   std::printf("%d checks, %d failed\n", checks, failures);
 }
 
 // ------------------------------------------------------------------------------------ timing
 
-/// Codes and scales of whole rows.
+/// Codes and scales of whole rows. e4m3 codes are no NaN and of magnitudes up to 1; bf16 are small.
 __global__ void fill_rows(std::uint8_t* data, std::size_t rows, CacheFormat format, int row_bytes) {
   for (std::size_t row = blockIdx.x; row < rows; row += gridDim.x) {
     std::uint8_t* at = data + row * row_bytes;
-    const int codes = format == CacheFormat::fp8_e4m3 ? row_bytes : row_bytes - 8;
+    const bool e4m3 = format == CacheFormat::fp8_e4m3 || format == CacheFormat::fp8_ds_mla;
+    const int codes = e4m3 ? row_bytes : row_bytes - 8;
     for (int i = threadIdx.x; i < codes; i += blockDim.x) {
       std::uint64_t x = (row << 10) + i + 1;
       x = (x ^ (x >> 31)) * 0x9e3779b97f4a7c15ull;
       x = (x ^ (x >> 29)) * 0xbf58476d1ce4e5b9ull;
       const auto byte = static_cast<std::uint8_t>(x >> 40);
-      // Of e4m3 no NaN, and magnitudes up to 1.
-      at[i] = format == CacheFormat::fp8_e4m3 ? byte & 0xbf : byte;
+      at[i] = e4m3 ? byte & 0xbf : byte;
     }
     if (codes < row_bytes && threadIdx.x < 2) {
       reinterpret_cast<float*>(at + codes)[threadIdx.x] =
           format == CacheFormat::int8_per_token ? 0.015f : 0.2f;
+    }
+    __syncthreads();  // Other threads' codes lie where these scales belong.
+    if (format == CacheFormat::fp8_ds_mla && threadIdx.x < 4) {
+      reinterpret_cast<float*>(at + kLatent)[threadIdx.x] = 0.5f;
     }
   }
 }
@@ -355,11 +362,13 @@ void run_timings() {
                                {128, 16, 8192, 1, CacheFormat::int8_per_token},
                                {128, 16, 8192, 1, CacheFormat::fp8_e4m3},
                                {128, 16, 8192, 1, CacheFormat::int4_per_token},
+                               {128, 16, 8192, 1, CacheFormat::fp8_ds_mla},
                                {8, 16, 8192, 1, CacheFormat::int8_per_token},
                                {128, 128, 8192, 1, CacheFormat::fp8_e4m3}};
   std::vector<std::string> results;
   for (const TimedShape& s : shapes) {
-    constexpr const char* kFormats[] = {"bf16", "fp8_e4m3", "int8_per_token", "int4_per_token"};
+    constexpr const char* kFormats[] = {"bf16", "fp8_e4m3", "int8_per_token", "int4_per_token",
+                                        "fp8_ds_mla"};
     std::string name = std::string("mla_decode_") + kFormats[static_cast<int>(s.format)] + "_b" +
                        std::to_string(s.batch) + "_h" + std::to_string(s.heads) + "_kv" +
                        std::to_string(s.kv);

@@ -52,12 +52,14 @@ inline std::int64_t row_bytes(CacheFormat format) {
       return kRow + 8;
     case CacheFormat::int4_per_token:
       return kRow / 2 + 8;
+    case CacheFormat::fp8_ds_mla:
+      return kLatent + 16 + 2 * kRope;
   }
   return 0;
 }
 
 /// Random codes and scales, the latter of very different sizes. The NaN, if wanted, is in a code
-/// where the format has such codes, otherwise in the latent's scale.
+/// where the format has such codes, otherwise in the latent's scale; of fp8_ds_mla anywhere.
 inline void fill_quantized_row(CacheFormat format, std::uint8_t* row, bool nan,
                                std::mt19937& random) {
   std::normal_distribution<float> normal;
@@ -66,6 +68,23 @@ inline void fill_quantized_row(CacheFormat format, std::uint8_t* row, bool nan,
       row[d] = __nv_cvt_float_to_fp8(normal(random), __NV_SATFINITE, __NV_E4M3);
     }
     if (nan) row[random() % kRow] = 0x7f;
+    return;
+  }
+  if (format == CacheFormat::fp8_ds_mla) {
+    for (int d = 0; d < kLatent; ++d) {
+      row[d] = __nv_cvt_float_to_fp8(100 * normal(random), __NV_SATFINITE, __NV_E4M3);
+    }
+    float scales[4];
+    for (float& scale : scales) scale = 0.01f * std::exp(normal(random));
+    std::memcpy(row + kLatent, scales, 16);
+    for (int d = 0; d < kRope; ++d) {
+      const std::uint16_t bits = encode(ElementType::bf16, normal(random));
+      std::memcpy(row + kLatent + 16 + 2 * d, &bits, 2);
+    }
+    const std::uint32_t where = random() % 3;
+    if (nan && where == 0) row[random() % kLatent] = 0xff;
+    if (nan && where == 1) std::memset(row + kLatent + 4 * (random() % 4), 0xff, 4);
+    if (nan && where == 2) std::memset(row + kLatent + 16 + 2 * (random() % kRope), 0xff, 2);
     return;
   }
   const bool bytewise = format == CacheFormat::int8_per_token;
@@ -164,8 +183,14 @@ struct Case {
       const __half_raw half = __nv_cvt_fp8_to_halfraw(bytes[d], __NV_E4M3);
       return double{__half2float(__half(half))} * params.cache_scale;
     }
-    const bool bytewise = shape.format == CacheFormat::int8_per_token;
     float scale;
+    if (shape.format == CacheFormat::fp8_ds_mla) {
+      if (d >= kLatent) return decode(ElementType::bf16, bytes + kLatent + 16, d - kLatent);
+      std::memcpy(&scale, bytes + kLatent + d / 128 * 4, 4);
+      const __half_raw half = __nv_cvt_fp8_to_halfraw(bytes[d], __NV_E4M3);
+      return double{__half2float(__half(half))} * double{scale};
+    }
+    const bool bytewise = shape.format == CacheFormat::int8_per_token;
     std::memcpy(&scale, bytes + (bytewise ? kRow : kRow / 2) + (d < kLatent ? 0 : 4), 4);
     const int code = bytewise ? static_cast<std::int8_t>(bytes[d])
                               : ((bytes[d / 2] >> (d % 2 * 4) & 15) ^ 8) - 8;

@@ -14,6 +14,7 @@ enum class CacheFormat : std::int32_t {
   int8_per_token,  ///< One byte a channel, then two f32: scales of the first and second group of
                    ///< channels (latent and rope; the halves of a head).
   int4_per_token,  ///< Half a byte a channel, the even one in the low nibble; then as int8.
+  fp8_ds_mla,      ///< e4m3 latents, a f32 scale for each 128 of them, bf16 rope channels.
 };
 
 /// Of a format that is one of these.
@@ -23,6 +24,8 @@ inline CacheFormat cache_format(const KvFormat& format) {
       return CacheFormat::dense;
     case KvScales::per_tensor:
       return CacheFormat::fp8_e4m3;
+    case KvScales::ds_mla:
+      return CacheFormat::fp8_ds_mla;
     default:
       return format.dtype == DType::i8 ? CacheFormat::int8_per_token : CacheFormat::int4_per_token;
   }

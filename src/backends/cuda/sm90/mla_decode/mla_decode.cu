@@ -41,7 +41,7 @@ struct Function {
   const void* address;
   std::size_t shared_bytes;
   int threads;
-  static constexpr int kNumbers = 24;
+  static constexpr int kNumbers = 30;
   int number;  ///< Below kNumbers, its own.
 };
 
@@ -50,7 +50,7 @@ Function function_of(const MlaDecodeParams& p, std::int32_t rows) {
   const bool is_bf16 = p.query_type == ElementType::bf16;
   const int number = (static_cast<int>(p.cache_format) * 2 + is_bf16) * 3 + size;
   if (p.cache_format != CacheFormat::dense) {
-    const mla::QuantizedKernel kernel = mla::quantized_kernel(p.cache_format, rows);
+    const mla::QuantizedKernel kernel = mla::quantized_kernel(p.cache_format);
     return {reinterpret_cast<const void*>(kernel.function), kernel.shared_bytes, kernel.threads,
             number};
   }
@@ -146,7 +146,7 @@ cudaError_t encode_tensor_map(const MlaDecodeParams& p, CUtensorMap* map) {
 
 /// Whether a box of quantised rows is contiguous and 16-byte aligned.
 bool rows_come_in_bulk(const MlaDecodeParams& p) {
-  const std::int64_t row_bytes = mla::quantized_kernel(p.cache_format, 16).row_bytes;
+  const std::int64_t row_bytes = mla::quantized_kernel(p.cache_format).row_bytes;
   const std::int64_t box = box_rows(p);
   return (box == 1 || p.cache_row_stride == row_bytes) && box * row_bytes % 16 == 0 &&
          box * p.cache_row_stride % 16 == 0 && p.cache_block_stride % 16 == 0 &&
@@ -166,6 +166,9 @@ const char* mla_decode_sm90_declines(const MlaDecodeParams& p) {
   if (p.query_type == ElementType::f32) return "queries must be bf16 or f16";
   const bool dense = p.cache_format == CacheFormat::dense;
   if (dense && p.cache_type != p.query_type) return "cache and queries must have one dtype";
+  if (p.cache_format == CacheFormat::fp8_ds_mla && p.query_type != ElementType::bf16) {
+    return "queries over fp8_ds_mla must be bf16, as its rope channels are";
+  }
   if (p.num_heads < 1 || p.num_heads > 128) return "heads must be 1 to 128";
   const std::int64_t query_strides =
       p.q_latent_token_stride | p.q_latent_head_stride | p.q_pe_token_stride | p.q_pe_head_stride;
@@ -196,7 +199,7 @@ cudaError_t mla_decode_sm90_geometry(const MlaDecodeParams& p, MlaDecodeGeometry
   MlaDecodeGeometry g;
   const std::int64_t rows = std::int64_t{p.num_heads} * std::max(p.max_query_len, 1);
   const bool dense = p.cache_format == CacheFormat::dense;
-  g.rows = rows <= 16 ? 16 : rows <= 32 || !dense ? 32 : 64;
+  g.rows = rows <= 16 || !dense ? 16 : rows <= 32 ? 32 : 64;
   g.row_tiles_per_group = rows > g.rows ? 2 : 1;
 
   int device = 0, multiprocessors = 0;

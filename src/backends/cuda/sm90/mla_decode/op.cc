@@ -24,8 +24,9 @@ const char* why_not(const fovea::MlaDecodeParams& p) {
   const KvFormat& format = p.cache->format();
   const bool taken = format.scales == KvScales::none ||
                      (format.scales == KvScales::per_tensor && format.dtype == DType::f8e4m3fn) ||
-                     (format.scales == KvScales::per_token && format.dtype != DType::f8e4m3fn);
-  if (!taken) return "rows of fp8_e5m2, fp8_per_token and fp8_ds_mla are not taken";
+                     (format.scales == KvScales::per_token && format.dtype != DType::f8e4m3fn) ||
+                     format.scales == KvScales::ds_mla;
+  if (!taken) return "rows of fp8_e5m2 and fp8_per_token are not taken";
   return nullptr;
 }
 

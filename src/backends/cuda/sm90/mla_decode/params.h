@@ -66,7 +66,7 @@ struct MlaDecodeParams {
 /// How a launch covers the work. Fixed when a CUDA graph is captured; any lengths are right with
 /// any of these.
 struct MlaDecodeGeometry {
-  std::int32_t rows = 0;                 ///< Query rows of a tile: 16, 32 or 64.
+  std::int32_t rows = 0;                 ///< Query rows of a tile: 16, 32 or 64; quantised: 16.
   std::int32_t row_tiles_per_group = 1;  ///< 1 or 2: row tiles that walk the same keys in step.
   std::int32_t splits_per_group =
       1;                        ///< Blocks of a cluster among which a row tile's keys are cut.

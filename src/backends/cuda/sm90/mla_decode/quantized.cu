@@ -4,29 +4,26 @@
 namespace fovea::cuda::mla {
 namespace {
 
-template <typename Format, int kRows>
-QuantizedKernel kernel() {
-  static_assert(sizeof(QuantizedMemory<Format, kRows>) <= 227 * 1024);
-  static_assert(QuantizedMemory<Format, kRows>::kSlots >= 2);
-  return {mla_decode_quantized_kernel<Format, kRows>, sizeof(QuantizedMemory<Format, kRows>),
-          kQuantizedThreads<kRows>, Format::kRowBytes};
-}
-
 template <typename Format>
-QuantizedKernel kernel(std::int32_t rows) {
-  return rows == 16 ? kernel<Format, 16>() : kernel<Format, 32>();
+QuantizedKernel kernel() {
+  static_assert(sizeof(QuantizedMemory<Format>) <= 227 * 1024);
+  static_assert(QuantizedMemory<Format>::kSlots >= 2);
+  return {mla_decode_quantized_kernel<Format>, sizeof(QuantizedMemory<Format>), kQuantizedThreads,
+          Format::kRowBytes};
 }
 
 }  // namespace
 
-QuantizedKernel quantized_kernel(CacheFormat format, std::int32_t rows) {
+QuantizedKernel quantized_kernel(CacheFormat format) {
   switch (format) {
     case CacheFormat::fp8_e4m3:
-      return kernel<Fp8E4m3>(rows);
+      return kernel<Fp8E4m3>();
+    case CacheFormat::fp8_ds_mla:
+      return kernel<Fp8DsMla>();
     case CacheFormat::int4_per_token:
-      return kernel<Int4PerToken>(rows);
+      return kernel<Int4PerToken>();
     default:
-      return kernel<Int8PerToken>(rows);
+      return kernel<Int8PerToken>();
   }
 }
 

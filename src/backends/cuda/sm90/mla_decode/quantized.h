@@ -12,7 +12,7 @@ struct QuantizedKernel {
   std::int32_t row_bytes;  ///< Of a cache row, scales included.
 };
 
-/// For 16 or 32 query rows of a tile.
-QuantizedKernel quantized_kernel(CacheFormat format, std::int32_t rows);
+/// For 16 query rows of a tile.
+QuantizedKernel quantized_kernel(CacheFormat format);
 
 }  // namespace fovea::cuda::mla

@@ -1,10 +1,18 @@
 // Quantised cache rows: where codes and scales lie, and how codes become f16 fragments of the
 // tensor cores' A operand. All codes are exact in f16.
+//
+// A warp takes 16 keys of a tile at a time. Which key stands at which place of an operand, and
+// which channels a lane reads, is free as long as queries, P and outputs agree; the orders here
+// make every access to raw rows free of bank conflicts, but for the values of Fp8E4m3.
+//
+// For scores, integer codes are taken as u = code + kCodeOffset times 2^-24: their bits as they
+// are, a subnormal f16. Sums less kCodeOffset times the sum of the queries, times kScoreUnit, are
+// the scores. As values, where large ones must not cancel, the offset is taken off each.
 #pragma once
 
 #include <cstdint>
 
-#include "backends/cuda/sm90/mla_decode/params.h"
+#include "backends/cuda/sm90/mla_decode/block.cuh"
 
 namespace fovea::cuda::mla {
 
@@ -15,25 +23,42 @@ __device__ __forceinline__ std::uint32_t halves_minus(std::uint32_t halves,
   return out;
 }
 
-/// Rows of one byte a channel.
-struct ByteRows {
-  static constexpr int kChunkRowBytes = 64;
-  /// A word is 4 channels; a warp's 8 lane groups take 32 channels, in two M tiles each.
-  static constexpr int kTilesPerWord = 2;
+/// (word & mask) ^ flip, in one instruction.
+__device__ __forceinline__ std::uint32_t masked_xor(std::uint32_t word, std::uint32_t mask,
+                                                    std::uint32_t flip) {
+  std::uint32_t out;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(out) : "r"(word), "r"(mask), "r"(flip));
+  return out;
+}
 
-  /// K position, within a chunk of 64, of channel x of it: a lane reads 16 channels side by side.
-  static __device__ int position(int x) {
-    const int c = x / 16, step = x % 16 / 4, e = x % 4;
-    return step * 16 + e / 2 * 8 + 2 * c + e % 2;
+/// `count` words from an address that is a multiple of kAlignment.
+template <int kAlignment, int count>
+__device__ __forceinline__ void load_words(const std::uint8_t* from,
+                                           std::uint32_t (&word)[count]) {
+#pragma unroll
+  for (int i = 0; i < count; i += kAlignment / 4) {
+    if constexpr (kAlignment == 16) {
+      const auto v = *reinterpret_cast<const uint4*>(from + 4 * i);
+      word[i] = v.x, word[i + 1] = v.y, word[i + 2] = v.z, word[i + 3] = v.w;
+    } else if constexpr (kAlignment == 8 && count > 1) {
+      const auto v = *reinterpret_cast<const uint2*>(from + 4 * i);
+      word[i] = v.x, word[i + 1] = v.y;
+    } else {
+      word[i] = *reinterpret_cast<const std::uint32_t*>(from + 4 * i);
+    }
   }
-  /// Channel of M row g of the warpgroup's chunk `chunk`; row g + 8 is the next one.
-  static __device__ int channel(int chunk, int warp, int g) {
-    return chunk / 2 * 128 + warp * 32 + g * 4 + chunk % 2 * 2;
-  }
-};
+}
 
 /// Bytes 0 to 3 of a word as f16: low gets 0 and 1, high 2 and 3.
 struct Int8Codes {
+  static constexpr float kCodeOffset = 128.f;
+  static constexpr float kScoreUnit = 0x1p24f;
+  static __device__ void convert_for_scores(std::uint32_t word, std::uint32_t& low,
+                                            std::uint32_t& high) {
+    const std::uint32_t biased = word ^ 0x80808080;
+    low = __byte_perm(biased, 0, 0x4140);
+    high = __byte_perm(biased, 0, 0x4342);
+  }
   static __device__ void convert(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
     // 0x6400 + u is 1024 + u in f16, for bytes u = code + 128.
     const std::uint32_t biased = word ^ 0x80808080;
@@ -43,6 +68,12 @@ struct Int8Codes {
 };
 
 struct E4m3Codes {
+  static constexpr float kCodeOffset = 0.f;
+  static constexpr float kScoreUnit = 1.f;
+  static __device__ void convert_for_scores(std::uint32_t word, std::uint32_t& low,
+                                            std::uint32_t& high) {
+    convert(word, low, high);
+  }
   static __device__ void convert(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
     asm("{\n"
         ".reg .b16 a, b;\n"
@@ -55,25 +86,44 @@ struct E4m3Codes {
   }
 };
 
-template <typename Codes>
-struct ByteFormat : ByteRows {
-  static constexpr int kChunkWords = 4;  ///< A lane's of a key's chunk: 16 channels.
+/// Latents of one byte a channel. Rows begin at multiples of kAlign bytes.
+template <typename Codes, int kAlign>
+struct ByteLatents {
+  static constexpr float kCodeOffset = Codes::kCodeOffset;
+  static constexpr float kScoreUnit = Codes::kScoreUnit;
+  /// What channel x of queries is multiplied by, as its codes are not.
+  static __device__ float query_factor(int) { return 1.f; }
+  /// A lane reads 16 channels side by side of each chunk of a key.
+  static constexpr int kChunkWords = 4;
+  /// Words of values that a lane takes of a key: the warp's 64 channels are 32 and 32.
+  static constexpr int kValueWords = 2;
+  static constexpr int kTilesPerWord = 2;
 
-  static __device__ void load_words(const std::uint8_t* row, int c,
-                                    std::uint32_t (&word)[kChunkWords]) {
-    const auto low = *reinterpret_cast<const uint2*>(row + c * 16);
-    const auto high = *reinterpret_cast<const uint2*>(row + c * 16 + 8);
-    word[0] = low.x, word[1] = low.y, word[2] = high.x, word[3] = high.y;
+  /// K position of channel x of a chunk of 64 latent channels.
+  static __device__ int latent_position(int x) {
+    const int c = x / 16, step = x % 16 / 4, e = x % 4;
+    return step * 16 + e / 2 * 8 + 2 * c + e % 2;
   }
-  /// A operands of 4 k16 steps from one lane's words of two keys.
-  static __device__ void score_operands(const std::uint32_t (&word)[2][kChunkWords],
-                                        std::uint32_t (&a)[4][4]) {
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      Codes::convert(word[0][step], a[step][0], a[step][2]);
-      Codes::convert(word[1][step], a[step][1], a[step][3]);
-    }
+  /// Where lane c's latents of a half of them begin in a row.
+  static __device__ int latent_byte(int half, int c) { return half * 256 + c * 16; }
+  static __device__ void load_latent(const std::uint8_t* from, int chunk,
+                                     std::uint32_t (&word)[kChunkWords]) {
+    load_words<kAlign>(from + chunk * 64, word);
   }
+  /// A operand of k16 step `step` of one lane's words of two keys.
+  template <int words>
+  static __device__ void score_operand(const std::uint32_t (&word)[2][words], int step,
+                                       std::uint32_t (&a)[4]) {
+    Codes::convert_for_scores(word[0][step], a[0], a[2]);
+    Codes::convert_for_scores(word[1][step], a[1], a[3]);
+  }
+  /// Channel of row g of M tile `tile` of warp `warp`'s values; row g + 8 is the next one.
+  static __device__ int channel(int warp, int tile, int g) {
+    return warp * 64 + tile / 2 * 32 + g * 4 + tile % 2 * 2;
+  }
+  /// Byte of a lane's first value word in a row.
+  static __device__ int value_byte(int warp, int g) { return warp * 64 + g * 4; }
+  static constexpr int kValueWordStep = 32;
   /// A operands of two M tiles from the words of 4 keys: [channel][key] out of [key][channel].
   static __device__ void value_operands(const std::uint32_t (&key)[4],
                                         std::uint32_t (&a)[kTilesPerWord][4]) {
@@ -86,67 +136,161 @@ struct ByteFormat : ByteRows {
   }
 };
 
-struct Int8PerToken : ByteFormat<Int8Codes> {
-  static constexpr int kRowBytes = 584;
-  static constexpr int kScales = 576;  ///< Where the pair of scales lies; 0: none.
-  static constexpr bool kMayBeNan = false;
-  /// Key of a warp's 16 that stands at place i of lane group c. Rows are 18 banks apart, modulo 32:
-  /// four rows further is 8 banks, so that 8 words of each of 4 keys are 32 banks.
-  static __device__ constexpr int key(int c, int i) { return 4 * c + i; }
+/// Rope channels of one byte each, behind the latents.
+template <typename Codes, int kAlign>
+struct ByteRows : ByteLatents<Codes, kAlign> {
+  static constexpr int kRopeWords = 2;  ///< A lane reads 8 channels of each half of 32.
+  static constexpr bool kBf16Rope = false;
+
+  static __device__ int rope_position(int x) {
+    const int half = x / 32, c = x % 32 / 8, step = x % 8 / 4, e = x % 4;
+    return half * 32 + step * 16 + e / 2 * 8 + 2 * c + e % 2;
+  }
+  static __device__ int rope_byte(int half, int c) { return 512 + half * 32 + c * 8; }
+  static __device__ void load_rope(const std::uint8_t* from, std::uint32_t (&word)[kRopeWords]) {
+    load_words<8>(from, word);
+  }
+  static __device__ void rope_operand(const std::uint32_t (&word)[2][kRopeWords], int step,
+                                      std::uint32_t (&a)[4]) {
+    ByteLatents<Codes, kAlign>::score_operand(word, step, a);
+  }
 };
 
-struct Fp8E4m3 : ByteFormat<E4m3Codes> {
+struct Int8PerToken : ByteRows<Int8Codes, 8> {
+  static constexpr int kRowBytes = 584;
+  static constexpr bool kMayBeNan = false;  ///< Codes; scales always may.
+  static constexpr bool kKeyScales = true;
+  static constexpr int kGroups = 1;
+  /// The keys, of a warp's 16, at places 2 c + e and, kHighKey further on, 2 c + e + 8.
+  /// From e = 0 to 1 it is kNextKey, 0 if that depends on c.
+  /// Rows are 18 banks apart, modulo 32.
+  static constexpr int kHighKey = 2;
+  static constexpr int kNextKey = 1;
+  static __device__ int key(int c, int e) { return c % 2 * 8 + c / 2 * 4 + e; }
+  static __device__ float latent_scale(const std::uint8_t* row, int) {
+    return *reinterpret_cast<const float*>(row + 576);
+  }
+  static __device__ float rope_scale(const std::uint8_t* row) {
+    return *reinterpret_cast<const float*>(row + 580);
+  }
+};
+
+struct Fp8E4m3 : ByteRows<E4m3Codes, 16> {
   static constexpr int kRowBytes = 576;
-  static constexpr int kScales = 0;
   static constexpr bool kMayBeNan = true;
-  /// Rows are 16 banks apart: two of four keys meet in a bank, the least there can be.
-  static __device__ constexpr int key(int c, int i) { return c + 4 * i; }
+  static constexpr bool kKeyScales = false;
+  static constexpr int kGroups = 1;
+  /// Rows are 16 banks apart: values of two of four keys meet in a bank, the least there can be.
+  static constexpr int kHighKey = 8;
+  static constexpr int kNextKey = 0;
+  static __device__ int key(int c, int e) { return e * 4 + (c ^ e); }
+};
+
+struct Fp8DsMla : ByteLatents<E4m3Codes, 16> {
+  static constexpr int kRowBytes = 656;
+  static constexpr bool kMayBeNan = true;
+  static constexpr bool kKeyScales = true;
+  static constexpr int kGroups = 4;
+  /// Rows are 4 banks apart.
+  static constexpr int kHighKey = 1;
+  static constexpr int kNextKey = 0;
+  static __device__ int key(int c, int e) { return e * 8 + (2 * c + 4 * e) % 8; }
+  static __device__ float latent_scale(const std::uint8_t* row, int group) {
+    return reinterpret_cast<const float*>(row + 512)[group];
+  }
+  static __device__ float rope_scale(const std::uint8_t*) { return 1.f; }
+
+  static constexpr int kRopeWords = 4;  ///< As ByteRows, two bytes a channel.
+  static constexpr bool kBf16Rope = true;
+  static __device__ int rope_position(int x) {
+    const int half = x / 32, c = x % 32 / 8, e = x % 8;
+    return half * 32 + e / 4 * 16 + e % 4 / 2 * 8 + 2 * c + e % 2;
+  }
+  static __device__ int rope_byte(int half, int c) { return 528 + half * 64 + c * 16; }
+  static __device__ void load_rope(const std::uint8_t* from, std::uint32_t (&word)[kRopeWords]) {
+    load_words<16>(from, word);
+  }
+  static __device__ void rope_operand(const std::uint32_t (&word)[2][kRopeWords], int step,
+                                      std::uint32_t (&a)[4]) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) a[n] = word[n % 2][step * 2 + n / 2];
+  }
 };
 
 struct Int4PerToken {
   static constexpr int kRowBytes = 296;
-  static constexpr int kScales = 288;
   static constexpr bool kMayBeNan = false;
-  static constexpr int kChunkRowBytes = 32;
-  static constexpr int kTilesPerWord = 4;  ///< A word is 8 channels, a warp takes 64.
-  /// Rows are 10 banks apart; as Int8PerToken.
-  static __device__ constexpr int key(int c, int i) { return 4 * c + i; }
-
-  static __device__ int position(int x) {
-    const int c = x / 16, y = x % 16, i = y % 4, half = y % 8 / 4;
-    return (y / 8 * 2 + i / 2) * 16 + i % 2 * 8 + 2 * c + half;
+  static constexpr bool kKeyScales = true;
+  static constexpr int kGroups = 1;
+  /// Rows are 10 banks apart, modulo 32.
+  static constexpr int kHighKey = 1;
+  static constexpr int kNextKey = 2;
+  static __device__ int key(int c, int e) { return c * 4 + e * 2; }
+  static __device__ float latent_scale(const std::uint8_t* row, int) {
+    return *reinterpret_cast<const float*>(row + 288);
   }
-  static __device__ int channel(int chunk, int warp, int g) {
-    return chunk / 4 * 256 + warp * 64 + g * 8 + chunk % 4 * 2;
+  static __device__ float rope_scale(const std::uint8_t* row) {
+    return *reinterpret_cast<const float*>(row + 292);
   }
-  static constexpr int kChunkWords = 2;  ///< A lane's of a key's chunk: 16 channels.
 
-  /// Nibble i of both halves as f16. Even nibbles of a byte: 0x6400 + u is 1024 + u, for nibbles
-  /// u = code + 8. Odd ones stay where they are: 0x6400 + 16 u is 1024 + 16 u.
+  /// A lane reads 8 channels of each half of a chunk of a key.
+  static constexpr int kChunkWords = 2;
+  static constexpr int kRopeWords = 1;
+  static constexpr bool kBf16Rope = false;
+  static constexpr int kValueWords = 1;
+  static constexpr int kTilesPerWord = 4;
+
+  static constexpr float kCodeOffset = 8.f;
+  static constexpr float kScoreUnit = 0x1p24f;
+  /// Odd nibbles of a byte stay where they are: 16 times the code.
+  static __device__ float query_factor(int x) { return x % 2 == 0 ? 1.f : 0x1p-4f; }
+
+  /// Nibble i of both halves as f16. Even ones: 0x6400 + u is 1024 + u, for u = code + 8. Odd ones:
+  /// 0x6400 + 16 u is 1024 + 16 u.
   static __device__ std::uint32_t convert(std::uint32_t halves, int i) {
     const std::uint32_t bytes = i < 2 ? halves : halves >> 8;
-    if (i % 2 == 0) return halves_minus((bytes & 0x000f000f) ^ 0x64086408, 0x64086408);
+    if (i % 2 == 0) return halves_minus(masked_xor(bytes, 0x000f000f, 0x64086408), 0x64086408);
     std::uint32_t out;
     asm("fma.rn.f16x2 %0, %1, %2, %3;"  // times 1 / 16, less 72
         : "=r"(out)
-        : "r"((bytes & 0x00f000f0) ^ 0x64806480), "r"(0x2c002c00), "r"(0xd480d480));
+        : "r"(masked_xor(bytes, 0x00f000f0, 0x64806480)), "r"(0x2c002c00), "r"(0xd480d480));
     return out;
   }
-  static __device__ void load_words(const std::uint8_t* row, int c,
-                                    std::uint32_t (&word)[kChunkWords]) {
-    const auto v = *reinterpret_cast<const uint2*>(row + c * 8);
-    word[0] = v.x, word[1] = v.y;
+  static __device__ std::uint32_t convert_for_scores(std::uint32_t halves, int i) {
+    const std::uint32_t bytes = i < 2 ? halves : halves >> 8;
+    return i % 2 == 0 ? masked_xor(bytes, 0x000f000f, 0x00080008)
+                      : masked_xor(bytes, 0x00f000f0, 0x00800080);
   }
-  static __device__ void score_operands(const std::uint32_t (&word)[2][kChunkWords],
-                                        std::uint32_t (&a)[4][4]) {
+  static __device__ int latent_position(int x) {
+    const int half = x / 32, c = x % 32 / 8, n = x % 8;
+    return half * 32 + n % 4 / 2 * 16 + n % 2 * 8 + 2 * c + n / 4;
+  }
+  static __device__ int rope_position(int x) { return latent_position(x); }
+  static __device__ int latent_byte(int half, int c) { return half * 128 + c * 4; }
+  static __device__ int rope_byte(int half, int c) { return 256 + half * 16 + c * 4; }
+  static __device__ void load_latent(const std::uint8_t* from, int chunk,
+                                     std::uint32_t (&word)[kChunkWords]) {
+    word[0] = *reinterpret_cast<const std::uint32_t*>(from + chunk * 32);
+    word[1] = *reinterpret_cast<const std::uint32_t*>(from + chunk * 32 + 16);
+  }
+  static __device__ void load_rope(const std::uint8_t* from, std::uint32_t (&word)[kRopeWords]) {
+    word[0] = *reinterpret_cast<const std::uint32_t*>(from);
+  }
+  template <int words>
+  static __device__ void score_operand(const std::uint32_t (&word)[2][words], int step,
+                                       std::uint32_t (&a)[4]) {
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        a[step][n] = convert(word[n % 2][step / 2], step % 2 * 2 + n / 2);
-      }
+    for (int n = 0; n < 4; ++n) {
+      a[n] = convert_for_scores(word[n % 2][step / 2], step % 2 * 2 + n / 2);
     }
   }
+  static __device__ void rope_operand(const std::uint32_t (&word)[2][kRopeWords], int step,
+                                      std::uint32_t (&a)[4]) {
+    score_operand(word, step, a);
+  }
+  static __device__ int channel(int warp, int tile, int g) { return warp * 64 + g * 8 + tile * 2; }
+  static __device__ int value_byte(int warp, int g) { return warp * 32 + g * 4; }
+  static constexpr int kValueWordStep = 0;
   static __device__ void value_operands(const std::uint32_t (&key)[4],
                                         std::uint32_t (&a)[kTilesPerWord][4]) {
 #pragma unroll

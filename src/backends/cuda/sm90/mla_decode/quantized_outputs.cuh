@@ -1,0 +1,170 @@
+// A team's outputs over quantised rows: O += V P, the merge of the teams, and their storing.
+#pragma once
+
+#include "backends/cuda/sm90/mla_decode/outputs.cuh"
+#include "backends/cuda/sm90/mla_decode/quantized_memory.cuh"
+#include "backends/cuda/sm90/ptx/mma.cuh"
+
+namespace fovea::cuda::mla {
+
+/// Each warp has 64 channels. M rows g and g + 8 are neighbouring ones.
+template <typename Format>
+struct QuantizedOrder {
+  static constexpr int kStep = 1;
+  static constexpr int kFlight = 4;
+  static __device__ int channel(int chunk, int warp, int g) {
+    return Format::channel(chunk / kChunksPerOutput * 4 + warp, chunk % kChunksPerOutput, g);
+  }
+};
+
+using QuantizedOutputs = OutputFragment<kQuantizedRows>;
+
+/// Multiplies the columns of `out` by `factor` [16].
+__device__ __forceinline__ void scale_outputs(const float* factor, int c,
+                                              QuantizedOutputs& out) {
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const float2 f = *reinterpret_cast<const float2*>(&factor[8 * j + 2 * c]);
+#pragma unroll
+    for (int i = 0; i < kChunksPerOutput; ++i) {
+      out[i][4 * j] *= f.x;
+      out[i][4 * j + 1] *= f.y;
+      out[i][4 * j + 2] *= f.x;
+      out[i][4 * j + 3] *= f.y;
+    }
+  }
+}
+
+/// A thread's operands of O^T [the warp's 64 channels, 16 rows] += V^T [64, 64 keys] P^T [64, 16].
+template <typename Format>
+struct TeamValues {
+  static constexpr int kBases = Format::kNextKey > 0 ? 1 : 2;
+  /// Where the first words of the keys at places 2 c and the next lie in a tile.
+  int words[kBases];
+  int weights;        ///< Those in P; lane l addresses row l % 8 of matrix l / 8 (row block, keys).
+
+  __device__ explicit TeamValues(const TeamPlace& at) {
+#pragma unroll
+    for (int e = 0; e < kBases; ++e) {
+      words[e] = kept(Format::key(at.c, e) * Format::kRowBytes +
+                      Format::value_byte(at.warp, at.g));
+    }
+    const int group = at.warp * Format::kGroups / kTeamWarps;
+    weights = kept((group * kQuantizedRows + at.lane / 16 * 8 + at.lane % 8) * 128 +
+                   (at.lane / 8 % 2 ^ at.lane % 8) * 16);
+  }
+
+  __device__ __forceinline__ void add(const std::uint8_t* raw, const std::uint8_t* p,
+                                      QuantizedOutputs& out) const {
+    const std::uint32_t operand = ptx::shared_address(p) + weights;
+#pragma unroll Format::kGroups == 1 ? 4 : 2
+    for (int step = 0; step < 4; ++step) {
+      std::uint32_t b[4];
+      ptx::load_matrices(b, operand ^ step * 32);
+#pragma unroll
+      for (int word = 0; word < Format::kValueWords; ++word) {
+        std::uint32_t key[4];
+        std::uint32_t a[Format::kTilesPerWord][4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int to_key = step * 16 + i / 2 * Format::kHighKey +
+                             (kBases == 1 ? i % 2 * Format::kNextKey : 0);
+          const int offset = to_key * Format::kRowBytes + word * Format::kValueWordStep;
+          key[i] = *reinterpret_cast<const std::uint32_t*>(raw + words[i % kBases] + offset);
+        }
+        Format::value_operands(key, a);
+#pragma unroll
+        for (int i = 0; i < Format::kTilesPerWord; ++i) {
+          float* to = out[word * Format::kTilesPerWord + i];
+          ptx::mma<__half>(to, a[i], b[0], b[1]);
+          ptx::mma<__half>(to + 4, a[i], b[2], b[3]);
+        }
+      }
+    }
+  }
+};
+
+/// Adds the second team's outputs to the first's. Maxima and sums of the job go to the handover's
+/// message. Run by all teams once they have published theirs.
+template <typename Format>
+__device__ __forceinline__ void merge_teams(const KernelParams& k, const TeamPlace& at,
+                                            QuantizedMemory<Format>& s, QuantizedOutputs& out) {
+  static_assert(kTeams == 2 && sizeof(s.p) >= kTeamThreads * 2 * sizeof(float4));
+  ptx::named_barrier(kComputeBarrier, kComputeThreads);
+  if (threadIdx.x < kQuantizedRows) {
+    const int row = threadIdx.x;
+    const float max = fmaxf(s.team_max[0][row], s.team_max[1][row]);
+    float sum = 0.f;
+#pragma unroll
+    for (int team = 0; team < kTeams; ++team) {
+      const float weight = split_kv::merge_weight(s.team_max[team][row], max);
+      s.factor[team][row] = Format::kKeyScales ? weight : weight * k.op.cache_scale;
+      for (int i = 0; i < 4; ++i) sum += weight * s.team_sum[team][i][row];
+    }
+    // The maximum passes over a NaN; a merge must not take its row for an empty one.
+    s.handover.message[0][row] = isnan(sum) ? sum : max;
+    s.handover.message[1][row] = sum;
+  }
+  ptx::named_barrier(kComputeBarrier, kComputeThreads);
+  scale_outputs(s.factor[at.team], at.c, out);
+  auto* buffer = reinterpret_cast<float4*>(s.p) + threadIdx.x % kTeamThreads;
+#pragma unroll
+  for (int i = 0; i < kChunksPerOutput; ++i) {
+    if (at.team == 1) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        buffer[j * kTeamThreads] =
+            float4{out[i][4 * j], out[i][4 * j + 1], out[i][4 * j + 2], out[i][4 * j + 3]};
+      }
+    }
+    ptx::named_barrier(kComputeBarrier, kComputeThreads);
+    if (at.team == 0) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float4 other = buffer[j * kTeamThreads];
+        out[i][4 * j] += other.x;
+        out[i][4 * j + 1] += other.y;
+        out[i][4 * j + 2] += other.z;
+        out[i][4 * j + 3] += other.w;
+      }
+    }
+    ptx::named_barrier(kComputeBarrier, kComputeThreads);
+  }
+}
+
+/// Writes normalised outputs straight from the fragments: two neighbouring channels at a time.
+template <int kRows, typename Format>
+__device__ void store_output(QuantizedOrder<Format>, const KernelParams& k, const Job& job,
+                             const Handover<kRows>& s, const QuantizedOutputs& out) {
+  const int thread = threadIdx.x % 128;
+  const int g = thread % 32 / 4;
+  const int c = thread % 4;
+  const MlaDecodeParams& op = k.op;
+  for (int row = threadIdx.x; row < kRows; row += kOutputThreads) {
+    store_lse(op, job, row, s.message[0][row], s.message[1][row]);
+  }
+#pragma unroll
+  for (int j = 0; j < kRows / 8; ++j) {
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      const int row = 8 * j + 2 * c + b;
+      if (row >= job.num_rows) continue;
+      const float inverse = inverse_sum(op, job, row, s.message[0][row], s.message[1][row]);
+      const std::int64_t to = out_offset(op, job, row);
+#pragma unroll
+      for (int i = 0; i < kChunksPerOutput; ++i) {
+        const int channel = QuantizedOrder<Format>::channel(
+            threadIdx.x / 128 * kChunksPerOutput + i, thread / 32, g);
+        const float v0 = out[i][4 * j + b] * inverse, v1 = out[i][4 * j + 2 + b] * inverse;
+        if (op.out_type == ElementType::f32) {
+          *reinterpret_cast<float2*>(static_cast<float*>(op.out) + to + channel) = float2{v0, v1};
+        } else {
+          *reinterpret_cast<std::uint32_t*>(static_cast<std::uint16_t*>(op.out) + to + channel) =
+              op.out_type == ElementType::bf16 ? pack<__nv_bfloat16>(v0, v1) : pack<__half>(v0, v1);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace fovea::cuda::mla
