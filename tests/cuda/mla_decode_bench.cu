@@ -347,24 +347,16 @@ std::string json_of(const Timing& t) {
 }
 
 void run_timings() {
-  const TimedShape shapes[] = {{1, 16, 4096, 1},
-                               {1, 16, 32768, 1},
-                               {1, 128, 32768, 1},
-                               {8, 16, 8192, 1},
-                               {128, 16, 8192, 1},
-                               {128, 128, 8192, 1},
-                               {1, 128, 4096, 1},
-                               {32, 16, 8192, 1},
-                               {32, 128, 8192, 1},
-                               {128, 64, 8192, 1},
-                               {128, 16, 8192, 4},
-                               {128, 32, 8192, 1},
-                               {128, 16, 8192, 1, CacheFormat::int8_per_token},
-                               {128, 16, 8192, 1, CacheFormat::fp8_e4m3},
-                               {128, 16, 8192, 1, CacheFormat::int4_per_token},
-                               {128, 16, 8192, 1, CacheFormat::fp8_ds_mla},
-                               {8, 16, 8192, 1, CacheFormat::int8_per_token},
-                               {128, 128, 8192, 1, CacheFormat::fp8_e4m3}};
+  const TimedShape shapes[] = {
+      {1, 16, 4096, 1},    {1, 16, 32768, 1},   {1, 128, 32768, 1},  {8, 16, 8192, 1},
+      {128, 16, 8192, 1},  {128, 128, 8192, 1}, {1, 128, 4096, 1},   {32, 16, 8192, 1},
+      {32, 128, 8192, 1},  {128, 64, 8192, 1},  {128, 16, 8192, 4},  {128, 32, 8192, 1},
+      {128, 16, 8192, 1, CacheFormat::int8_per_token},
+      {128, 16, 8192, 1, CacheFormat::fp8_e4m3},
+      {128, 16, 8192, 1, CacheFormat::int4_per_token},
+      {128, 16, 8192, 1, CacheFormat::fp8_ds_mla},
+      {8, 16, 8192, 1, CacheFormat::int8_per_token},
+      {128, 128, 8192, 1, CacheFormat::fp8_e4m3}};
   std::vector<std::string> results;
   for (const TimedShape& s : shapes) {
     constexpr const char* kFormats[] = {"bf16", "fp8_e4m3", "int8_per_token", "int4_per_token",
