@@ -8,9 +8,24 @@
 
 namespace fovea::cuda::decode {
 
-/// Of a lane: its two rows' channels 8 j + 2 c and the next, as scores lie.
+/// Of a lane: its two rows' columns 2 c and the next of each tile of 8 channels, as scores lie.
 template <typename W>
 using OutputFragment = float[W::kDim / 2];
+
+/// Piece `piece` of a query row: 8 channels of one tile.
+template <typename W>
+__device__ __forceinline__ uint4 query_piece(const std::uint16_t* row, int piece) {
+  constexpr int kTiles = W::Heads::kInterleave;
+  if constexpr (kTiles == 1) {
+    return __ldg(reinterpret_cast<const uint4*>(row + piece * 8));
+  } else {
+    row += piece / kTiles * 8 * kTiles + piece % kTiles;
+    const auto pair = [&](int n) {
+      return __ldg(row + n * kTiles) | std::uint32_t{__ldg(row + (n + 1) * kTiles)} << 16;
+    };
+    return {pair(0), pair(2), pair(4), pair(6)};
+  }
+}
 
 /// Queries of a job to shared memory. Rows that do not exist, and channels past the last, are
 /// zeros. Run by all threads.
@@ -24,8 +39,8 @@ __device__ __forceinline__ void load_query(const KernelParams& k, const JobRows&
     if (row < rows.num_rows && piece * 8 < k.op.qk_dim) {
       const std::int64_t at =
           (std::int64_t{rows.query_begin} + rows.token(row)) * k.op.q_row_stride +
-          rows.head(row) * k.op.q_head_stride + piece * 8;
-      value = __ldg(reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(k.op.q) + at));
+          rows.head(row) * k.op.q_head_stride;
+      value = query_piece<W>(static_cast<const std::uint16_t*>(k.op.q) + at, piece);
     }
     *reinterpret_cast<uint4*>(&s.q[row][piece_offset(row, piece)]) = value;
   }
@@ -35,7 +50,9 @@ __device__ __forceinline__ void load_query(const KernelParams& k, const JobRows&
 template <typename W>
 struct Attention {
   using T = typename W::T;
+  using Heads = typename W::Heads;
   static constexpr int kSteps = W::kDim / 16;
+  static constexpr int kColumns = W::kCodeBytes / 16;  ///< Of 16 bytes, of a row of codes.
 
   const KernelParams& k;
   const JobRows& rows;
@@ -65,16 +82,14 @@ struct Attention {
     common_end = __shfl_sync(~0u, end[0], 0);
   }
 
-  /// S = Q K^T of rows of T, channel steps [kBegin, kEnd).
-  template <int kBegin, int kEnd>
+  /// S = Q K^T of rows of T.
   __device__ __forceinline__ void add_scores(float (&score)[8], std::uint32_t query,
                                              std::uint32_t keys) const {
-    const int key = lane / 16 * 8 + lane % 8, row = lane / 8 % 2 * 8 + lane % 8;
+    const int key = lane / 16 * 8 + lane % 8;
 #pragma unroll
-    for (int step = kBegin; step < kEnd; ++step) {
+    for (int step = 0; step < kSteps; ++step) {
       std::uint32_t a[4], b[4];
-      ptx::load_matrices(
-          a, query + row * W::kDim * 2 + piece_offset(row, step * 2 + lane / 16));
+      load_queries(a, query, step);
       ptx::load_matrices(
           b, keys + key * W::kDim * 2 + piece_offset(key, step * 2 + lane / 8 % 2));
       ptx::mma<T>(score, a, b[0], b[1]);
@@ -82,21 +97,84 @@ struct Attention {
     }
   }
 
-  /// O += P V, of channel steps likewise.
-  template <int kBegin, int kEnd>
+  /// The same of codes; scores of a head's halves apart.
+  __device__ __forceinline__ void add_code_scores(float (&score)[2][8], std::uint32_t query,
+                                                  std::uint32_t keys) const {
+    constexpr int kPairs = Heads::kInterleave;
+    const int key = lane / 16 * 8 + lane % 8;
+#pragma unroll
+    for (int column = 0; column < kColumns; column += 2) {
+      std::uint32_t m[4];  // Keys 0 to 7 of two columns, then keys 8 to 15.
+      ptx::load_matrices(m, keys + key * W::kRowBytes + (column + lane / 8 % 2) * 16);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        std::uint32_t b[2][kPairs];
+        Heads::convert(m[i], b[0]);
+        Heads::convert(m[2 + i], b[1]);
+        float* sum = score[(column + i) * 2 / kColumns];
+#pragma unroll
+        for (int n = 0; n < kPairs; n += 2) {
+          std::uint32_t a[4];
+          load_queries(a, query, ((column + i) * kPairs + n) / 2);
+          ptx::mma<T>(sum, a, b[0][n], b[0][n + 1]);
+          ptx::mma<T>(sum + 4, a, b[1][n], b[1][n + 1]);
+        }
+      }
+    }
+  }
+
+  /// A fragment of 16 query rows and channels.
+  __device__ __forceinline__ void load_queries(std::uint32_t (&a)[4], std::uint32_t query,
+                                               int step) const {
+    const int row = lane / 8 % 2 * 8 + lane % 8;
+    ptx::load_matrices(a, query + row * W::kDim * 2 + piece_offset(row, step * 2 + lane / 16));
+  }
+
+  /// O += P V.
   __device__ __forceinline__ void add_outputs(const float (&score)[8], std::uint32_t values) {
     std::uint32_t weight[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) weight[i] = pack<T>(score[2 * i], score[2 * i + 1]);
+    pack_weights(score, weight);
     const int row = lane / 8 % 2 * 8 + lane % 8;
 #pragma unroll
-    for (int step = kBegin; step < kEnd; ++step) {
+    for (int step = 0; step < kSteps; ++step) {
       std::uint32_t b[4];
       ptx::load_matrices_transposed(
           b, values + row * W::kDim * 2 + piece_offset(row, step * 2 + lane / 16));
       ptx::mma<T>(out + 8 * step, weight, b[0], b[1]);
       ptx::mma<T>(out + 8 * step + 4, weight, b[2], b[3]);
     }
+  }
+
+  /// The same of codes; weights for a head's halves apart.
+  __device__ __forceinline__ void add_code_outputs(const float (&score)[2][8],
+                                                   std::uint32_t values) {
+    constexpr int kTiles = Heads::kInterleave;
+    std::uint32_t weight[2][4];
+    pack_weights(score[0], weight[0]);
+    pack_weights(score[1], weight[1]);
+    const int row = lane / 8 % 2 * 8 + lane % 8;
+#pragma unroll
+    for (int column = 0; column < kColumns; column += 2) {
+      std::uint32_t m[4];  // Of two columns keys 0 to 7 and 8 to 15 each.
+      ptx::load_matrices_transposed(m, values + row * W::kRowBytes + (column + lane / 16) * 16);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        std::uint32_t b[2][kTiles];
+        Heads::convert(m[2 * i], b[0]);
+        Heads::convert(m[2 * i + 1], b[1]);
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+          ptx::mma<T>(out + 4 * ((column + i) * kTiles + n), weight[(column + i) * 2 / kColumns],
+                      b[0][n], b[1][n]);
+        }
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void pack_weights(const float (&score)[8],
+                                                      std::uint32_t (&weight)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) weight[i] = pack<T>(score[2 * i], score[2 * i + 1]);
   }
 
   /// Scores of keys from `first` on become weights; earlier outputs follow.
@@ -115,77 +193,66 @@ struct Attention {
     for (int i = 0; i < W::kDim / 2; ++i) out[i] *= i / 2 % 2 == 0 ? factor.x : factor.y;
   }
 
-  /// Takes in the slice of keys from `first` on. `converted` is this warp's.
-  __device__ __forceinline__ void add(std::uint32_t query, Slice<W>& slice,
-                                      Converted<W>& converted, std::int32_t first) {
-    if constexpr (W::Heads::kQuantized) {
-      add_quantized(query, slice, converted.rows, first);
+  /// Takes in the slice of keys from `first` on.
+  __device__ __forceinline__ void add(std::uint32_t query, Slice<W>& slice, std::int32_t first) {
+    const std::uint32_t keys = ptx::shared_address(slice.k);
+    const std::uint32_t values = ptx::shared_address(slice.v);
+    if constexpr (Heads::kQuantized) {
+      float score[2][8] = {};
+      add_code_scores(score, query, keys);
+      weigh_halves(score, slice, first);
+      if constexpr (std::is_same_v<Heads, Fp8Heads>) clean_codes(slice.v, first);
+      add_code_outputs(score, values);
     } else {
       float score[8] = {};
-      add_scores<0, kSteps>(score, query, ptx::shared_address(slice.k));
+      add_scores(score, query, keys);
       weigh(score, first);
       clean_values(slice.v, first);
-      add_outputs<0, kSteps>(score, ptx::shared_address(slice.v));
+      add_outputs(score, values);
     }
   }
 
-  /// Scales multiply scores and weights, not channels: those of a head's halves apart.
-  __device__ __forceinline__ void add_quantized(std::uint32_t query, Slice<W>& slice,
-                                                Rows<W>& rows_of_t, std::int32_t first) {
-    const std::uint32_t converted = ptx::shared_address(rows_of_t);
-    convert(slice.k, rows_of_t);
-    float score[8] = {}, other[8] = {};
-    add_scores<0, kSteps / 2>(score, query, converted);
-    add_scores<kSteps / 2, kSteps>(other, query, converted);
+  /// Scores of a head's halves become weights for them: scales multiply both, not channels.
+  __device__ __forceinline__ void weigh_halves(float (&score)[2][8], const Slice<W>& slice,
+                                               std::int32_t first) {
+    float weight[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float2 scales = scales_of(slice.k, i, k.op.k_scale);
-      score[i] = score[i] * scales.x + other[i] * scales.y;
+      weight[i] = score[0][i] * scales.x + score[1][i] * scales.y;
     }
-    weigh(score, first);
-    __syncwarp();  // Keys are not read any more.
-    convert(slice.v, rows_of_t);
-    clean_values(rows_of_t, first);
+    weigh(weight, first);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       // A key that a row does not see weighs nothing, whatever its scales are.
       const float2 scales = scales_of(slice.v, i, k.op.v_scale);
-      other[i] = score[i] == 0.f ? 0.f : score[i] * scales.y;
-      score[i] = score[i] == 0.f ? 0.f : score[i] * scales.x;
+      score[0][i] = weight[i] == 0.f ? 0.f : weight[i] * scales.x;
+      score[1][i] = weight[i] == 0.f ? 0.f : weight[i] * scales.y;
     }
-    add_outputs<0, kSteps / 2>(score, converted);
-    add_outputs<kSteps / 2, kSteps>(other, converted);
-    __syncwarp();  // Nor are values.
   }
 
   /// Of both halves of the head that element `i` of a score fragment belongs to.
   __device__ __forceinline__ float2 scales_of(const std::uint8_t (&heads)[kKeys][W::kRowBytes],
                                               int i, float of_tensor) const {
-    if constexpr (W::Heads::kScaleBytes == 0) return {of_tensor, of_tensor};
+    if constexpr (Heads::kScaleBytes == 0) return {of_tensor, of_tensor};
     const int key = i / 4 * 8 + lane % 4 * 2 + i % 2;
-    return *reinterpret_cast<const float2*>(&heads[key][W::kCodeBytes]);
+    const auto scales = *reinterpret_cast<const float2*>(&heads[key][W::kCodeBytes]);
+    return {scales.x * Heads::kUnit, scales.y * Heads::kUnit};
   }
 
-  /// Codes as bf16: a lane takes half a head.
-  __device__ __forceinline__ void convert(const std::uint8_t (&heads)[kKeys][W::kRowBytes],
-                                          Rows<W>& to) const {
-    constexpr int kOfLane = W::kPieces / 2;
-    const int row = lane / 2, first = lane % 2 * kOfLane;
-#pragma unroll
-    for (int i = 0; i < kOfLane; ++i) {
-      *reinterpret_cast<uint4*>(&to[row][piece_offset(row, first + i)]) =
-          W::Heads::convert(&heads[row][(first + i) * W::Heads::kBits]);
-    }
-    __syncwarp();
+  /// Some row does not see some key of the slice that was copied.
+  __device__ __forceinline__ bool hides_keys(std::int32_t first) const {
+    return max(first, loaded_begin) < common_begin || min(first + kKeys, loaded_end) > common_end;
+  }
+  __device__ __forceinline__ bool sees(int r, std::int32_t key) const {
+    return key >= begin[r] && key < end[r];
   }
 
   /// Zeros, before a product, values that some row does not see and that would spoil it: of keys
   /// that no row of the job sees all, of others what is not finite, once it is in the outputs of
   /// rows that see it. Keys that were not copied are zeros.
   __device__ __forceinline__ void clean_values(Rows<W>& values, std::int32_t first) {
-    const bool hidden_before = max(first, loaded_begin) < common_begin;
-    const bool hidden_behind = min(first + kKeys, loaded_end) > common_end;
-    if (!hidden_before && !hidden_behind) return;
+    if (!hides_keys(first)) return;
     bool bad = false;
     auto* pieces = reinterpret_cast<uint4*>(values);
     for (int i = lane; i < kKeys * W::kPieces; i += 32) {
@@ -199,17 +266,61 @@ struct Attention {
     if (__any_sync(~0u, bad)) {
 #pragma unroll 1
       for (int i = 0; i < kKeys; ++i) {
-        const bool sees[2] = {first + i >= begin[0] && first + i < end[0],
-                              first + i >= begin[1] && first + i < end[1]};
 #pragma unroll
         for (int j = 0; j < W::kDim / 8; ++j) {
           const auto word = *reinterpret_cast<const std::uint32_t*>(
               &values[i][piece_offset(i, j) + lane % 4 * 4]);
-          add_not_finite<T>(word, sees[0], sees[1], out + 4 * j);
+          add_not_finite<T>(word, sees(0, first + i), sees(1, first + i), out + 4 * j);
         }
       }
       __syncwarp();
       for (int i = lane; i < kKeys * W::kPieces; i += 32) pieces[i] = only_finite<T>(pieces[i]);
+    }
+    __syncwarp();
+  }
+
+  /// The same of codes of e4m3, of which only NaN is not finite.
+  __device__ __forceinline__ void clean_codes(std::uint8_t (&values)[kKeys][W::kRowBytes],
+                                              std::int32_t first) {
+    if (!hides_keys(first)) return;
+    constexpr int kWords = W::kCodeBytes / 4;
+    const auto word_at = [&](int row, int word) -> std::uint32_t& {
+      return *reinterpret_cast<std::uint32_t*>(&values[row][word * 4]);
+    };
+    const auto nan_bytes = [](std::uint32_t word) {
+      return ((word & 0x7f7f7f7f) + 0x01010101) & 0x80808080;
+    };
+    bool bad = false;
+    for (int i = lane; i < kKeys * kWords; i += 32) {
+      std::uint32_t& word = word_at(i / kWords, i % kWords);
+      const std::int32_t key = first + i / kWords;
+      if (key < any_begin || key >= any_end) {
+        word = 0;
+      } else {
+        bad |= nan_bytes(word) != 0;
+      }
+    }
+    if (__any_sync(~0u, bad)) {
+#pragma unroll 1
+      for (int i = 0; i < kKeys; ++i) {
+#pragma unroll
+        for (int column = 0; column < kColumns; ++column) {
+          // Four channels: two tiles' columns 2 c, then two tiles' columns 2 c + 1.
+          const std::uint32_t nans = nan_bytes(word_at(i, column * 4 + lane % 4));
+#pragma unroll
+          for (int n = 0; n < 4; ++n) {
+            if ((nans >> (8 * n) & 0x80) == 0) continue;
+            float* at = out + 4 * (column * 2 + n % 2) + n / 2;
+            if (sees(0, first + i)) at[0] = NAN;
+            if (sees(1, first + i)) at[2] = NAN;
+          }
+        }
+      }
+      __syncwarp();
+      for (int i = lane; i < kKeys * kWords; i += 32) {
+        std::uint32_t& word = word_at(i / kWords, i % kWords);
+        word &= ~((nan_bytes(word) >> 7) * 0xff);
+      }
     }
     __syncwarp();
   }

@@ -10,18 +10,28 @@ namespace {
 
 using namespace decode;
 
+constexpr int kSharedBytesOfMultiprocessor = 228 * 1024;
+constexpr int kSharedBytesOfSystem = 1024;  ///< In each block.
+
 /// The kernel of a launch.
 struct Function {
   void (*kernel)(KernelParams);
   int shared_bytes;
   int dim;
   int blocks_per_multiprocessor;
+
+  /// Per cent of the memory that shared memory and L1 are cut from.
+  int carveout() const {
+    const int bytes = (shared_bytes + kSharedBytesOfSystem) * blocks_per_multiprocessor;
+    return (bytes * 100 + kSharedBytesOfMultiprocessor - 1) / kSharedBytesOfMultiprocessor;
+  }
 };
 
 template <typename T, int kDim, typename Heads>
 Function function() {
   using W = Width<T, kDim, Heads>;
-  static_assert((sizeof(SharedMemory<W>) + 1024) * W::kBlocksPerMultiprocessor <= 228 * 1024);
+  static_assert((sizeof(SharedMemory<W>) + kSharedBytesOfSystem) * W::kBlocksPerMultiprocessor <=
+                kSharedBytesOfMultiprocessor);
   return {decode_kernel<W>, sizeof(SharedMemory<W>), kDim, W::kBlocksPerMultiprocessor};
 }
 
@@ -60,8 +70,8 @@ struct WorkspaceLayout {
   std::size_t counters, stats, out, bytes;
   std::int32_t num_counters;
 
-  WorkspaceLayout(std::int32_t groups, int dim) {
-    num_counters = 2 * groups;
+  WorkspaceLayout(std::int32_t groups, std::int32_t kv_heads, int dim) {
+    num_counters = 2 * groups * kv_heads;
     counters = aligned(sizeof(split_kv::GroupRange) * groups);
     stats = counters + aligned(sizeof(std::uint32_t) * num_counters);
     out = stats + aligned(sizeof(float) * 2 * kRows * num_counters);
@@ -69,18 +79,18 @@ struct WorkspaceLayout {
   }
 };
 
-cudaError_t groups_of(const Function& f, std::int32_t* groups) {
+/// Of each key head: together as many as there is room for, or one.
+cudaError_t groups_of(const Function& f, std::int32_t kv_heads, std::int32_t* groups) {
   int device = 0, multiprocessors = 0;
   cudaError_t status = cudaGetDevice(&device);
   if (status != cudaSuccess) return status;
   status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  *groups = multiprocessors * f.blocks_per_multiprocessor;
+  *groups = std::max(1, multiprocessors * f.blocks_per_multiprocessor / kv_heads);
   return status;
 }
 
 split_kv::ScheduleShape shape_of(const DecodeParams& p, std::int32_t groups) {
   return {.num_groups = groups,
-          .kv_heads = p.num_kv_heads,
           .heads = p.num_heads / p.num_kv_heads,
           .rows_per_job = kRows,
           .splits_per_group = 1,
@@ -105,8 +115,10 @@ const char* attention_decode_sm90_declines(const DecodeParams& p) {
   }
   for (const HeadRows* rows : {&p.k_cache, &p.v_cache}) {
     const std::int64_t strides = rows->head_stride | rows->row_stride | rows->block_stride;
-    if (!is_multiple(rows->data, dense ? 16 : 8) || strides % 8 != 0) {
-      return "rows must be 16-byte aligned, quantised ones 8-byte aligned";
+    const bool has_scales = !dense && p.format != CacheFormat::fp8_e4m3;
+    const std::int64_t bytes = has_scales ? 8 : 16;
+    if (!is_multiple(rows->data, bytes) || strides * (dense ? 2 : 1) % bytes != 0) {
+      return "rows must be 16-byte aligned, those with scales 8-byte aligned";
     }
   }
   if (!is_multiple(p.q, 16) || (p.q_row_stride | p.q_head_stride) % 8 != 0) {
@@ -127,8 +139,8 @@ const char* attention_decode_sm90_declines(const DecodeParams& p) {
 cudaError_t attention_decode_sm90_workspace_bytes(const DecodeParams& p, std::size_t* bytes) {
   const Function f = function_of(p);
   std::int32_t groups = 0;
-  const cudaError_t status = groups_of(f, &groups);
-  *bytes = WorkspaceLayout(groups, f.dim).bytes;
+  const cudaError_t status = groups_of(f, p.num_kv_heads, &groups);
+  *bytes = WorkspaceLayout(groups, p.num_kv_heads, f.dim).bytes;
   return status;
 }
 
@@ -136,9 +148,9 @@ cudaError_t attention_decode_sm90_plan(const DecodeParams& p, void* workspace,
                                        cudaStream_t stream) {
   const Function f = function_of(p);
   std::int32_t groups = 0;
-  const cudaError_t status = groups_of(f, &groups);
+  const cudaError_t status = groups_of(f, p.num_kv_heads, &groups);
   if (status != cudaSuccess) return status;
-  const WorkspaceLayout layout(groups, f.dim);
+  const WorkspaceLayout layout(groups, p.num_kv_heads, f.dim);
   auto* base = static_cast<std::byte*>(workspace);
   split_kv::plan_kernel<<<1, split_kv::kPlanThreads, 0, stream>>>(
       shape_of(p, groups), p.num_requests, p.query_start_loc, p.seq_lens,
@@ -150,12 +162,15 @@ cudaError_t attention_decode_sm90_plan(const DecodeParams& p, void* workspace,
 cudaError_t attention_decode_sm90(const DecodeParams& p, void* workspace, cudaStream_t stream) {
   const Function f = function_of(p);
   std::int32_t groups = 0;
-  cudaError_t status = groups_of(f, &groups);
+  cudaError_t status = groups_of(f, p.num_kv_heads, &groups);
   if (status != cudaSuccess) return status;
   status = cudaFuncSetAttribute(f.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 f.shared_bytes);
   if (status != cudaSuccess) return status;
-  const WorkspaceLayout layout(groups, f.dim);
+  status = cudaFuncSetAttribute(f.kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                f.carveout());
+  if (status != cudaSuccess) return status;
+  const WorkspaceLayout layout(groups, p.num_kv_heads, f.dim);
   auto* base = static_cast<std::byte*>(workspace);
   KernelParams params{p,
                       shape_of(p, groups),
@@ -165,7 +180,7 @@ cudaError_t attention_decode_sm90(const DecodeParams& p, void* workspace, cudaSt
                       reinterpret_cast<float4*>(base + layout.out)};
   cudaLaunchConfig_t config{};
   cudaLaunchAttribute attribute{};
-  config.gridDim = dim3(static_cast<unsigned>(groups));
+  config.gridDim = dim3(static_cast<unsigned>(groups * p.num_kv_heads));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = static_cast<std::size_t>(f.shared_bytes);
   config.stream = stream;

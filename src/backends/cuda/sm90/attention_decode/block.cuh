@@ -32,10 +32,13 @@ struct Width {
   static constexpr int kPieces = kDim / 8;  ///< Of 16 bytes, of a row of T.
   static constexpr int kCodeBytes = kDim * Heads::kBits / 8;
   static constexpr int kHeadBytes = kCodeBytes + Heads::kScaleBytes;
-  /// From a row of codes to the next: an odd number of 8 bytes, so that rows lie in other banks.
-  static constexpr int kRowBytes = Heads::kQuantized ? kCodeBytes + 8 : kCodeBytes;
-  /// Slices on their way, of each warp: what shared memory holds, 6 at most.
-  static constexpr int kStages = Heads::kQuantized ? (kDim == 64 ? 6 : 4) : (kDim == 64 ? 6 : 3);
+  /// From a row of codes to the next: an odd number of 16 bytes, so that the 16 bytes of eight rows
+  /// that are read at a time lie in different banks.
+  static constexpr int kRowBytes = Heads::kQuantized ? kCodeBytes + 16 : kCodeBytes;
+  /// Slices on their way, of each warp. Copies of 8 bytes take their place in L1 meanwhile, so
+  /// quantised heads leave it some of the memory that it shares.
+  static constexpr int kStages =
+      Heads::kQuantized ? (kRowBytes > 128 ? 3 : 4) : (kDim == 64 ? 6 : 3);
 };
 
 /// Rows [keys][channels] of T; 16-byte piece p of row r lies at p ^ r % 8.
@@ -49,20 +52,11 @@ struct Slice {
   std::uint8_t v[kKeys][W::kRowBytes];
 };
 
-/// Where a warp converts keys, then values, of a quantised slice.
-template <typename W, bool quantized = W::Heads::kQuantized>
-struct Converted {};
-template <typename W>
-struct Converted<W, true> {
-  Rows<W> rows;
-};
-
 template <typename W>
 struct SharedMemory {
   Slice<W> ring[kWarps][W::kStages];
-  Converted<W> converted[kWarps];
   union {
-    std::uint8_t q[kRows][W::kDim * 2];  ///< Of the job, as rows of a slice.
+    std::uint8_t q[kRows][W::kDim * 2];  ///< Of the job, as Rows of tiles.
     float4 merge[2][W::kDim / 8][32];    ///< Outputs of two warps at its end, in fragment order.
   };
   float max[kWarps][kRows];
@@ -73,10 +67,19 @@ struct SharedMemory {
 struct KernelParams {
   DecodeParams op;
   split_kv::ScheduleShape shape;
-  const split_kv::GroupRange* ranges;  ///< [num_groups]
-  std::uint32_t* counters;             ///< [2 num_groups], zeros.
-  float* partial_stats;                ///< [2 num_groups][2][kRows]: max and sum.
-  float4* partial_out;                 ///< [2 num_groups][kDim / 8][32] in fragments.
+  const split_kv::GroupRange* ranges;  ///< [num_groups], of every key head.
+  std::uint32_t* counters;             ///< [Hk][2 num_groups], zeros.
+  float* partial_stats;                ///< [Hk][2 num_groups][2][kRows]: max and sum.
+  float4* partial_out;                 ///< [Hk][2 num_groups][kDim / 8][32] in fragments.
+
+  // Neighbouring blocks take the heads of one range: their rows share sectors of memory where heads
+  // are no multiple of it.
+  __device__ std::int32_t kv_head() const { return blockIdx.x % op.num_kv_heads; }
+  __device__ std::int32_t group() const { return blockIdx.x / op.num_kv_heads; }
+  /// Of a slot of this block's key head, in the three arrays above.
+  __device__ std::int64_t place(std::int32_t slot) const {
+    return std::int64_t{kv_head()} * 2 * shape.num_groups + slot;
+  }
 };
 
 __device__ __forceinline__ int piece_offset(int row, int piece) {
@@ -86,18 +89,15 @@ __device__ __forceinline__ int piece_offset(int row, int piece) {
 /// The rows of a job: which query tokens and heads they are, and which keys they see.
 struct JobRows {
   const KernelParams& k;
-  std::int32_t query_begin;        ///< Row of q and out of the request's first token.
-  std::int32_t kv_head, first_row;
-  std::int32_t num_rows;
+  std::int32_t query_begin;  ///< Row of q and out of the request's first token.
+  std::int32_t first_row, num_rows;
   SequenceExtent extent;
 
   __device__ JobRows(const KernelParams& k, const JobShare& share)
       : k(k),
         query_begin(share.query_begin),
         extent{.num_queries = share.query_len, .num_keys = share.seq_len} {
-    const std::int32_t jobs_of_head = k.shape.row_jobs(share.query_len);
-    kv_head = share.job / jobs_of_head;
-    first_row = share.job % jobs_of_head * kRows;
+    first_row = share.job * kRows;
     num_rows = min(kRows, share.query_len * k.shape.heads - first_row);
   }
 
@@ -106,7 +106,7 @@ struct JobRows {
     return (first_row + row) / k.shape.heads;
   }
   __device__ std::int32_t head(std::int32_t row) const {
-    return kv_head * k.shape.heads + (first_row + row) % k.shape.heads;
+    return k.kv_head() * k.shape.heads + (first_row + row) % k.shape.heads;
   }
   __device__ KeyInterval visible(std::int32_t row) const {
     return visible_keys(k.op.variant, token(min(row, num_rows - 1)), extent);

@@ -32,31 +32,45 @@ class RowTargets {
     }
   }
 
-  /// Channels 8 j + 2 c and the next of four blocks from `j` on, as MergedRows has them. Run by
-  /// whole warps.
-  template <typename T>
+  /// Tiles j to j + 3 of 8 channels, as MergedRows has them. Run by whole warps.
+  template <typename W>
   __device__ __forceinline__ void store(int j, const float4 (&value)[4]) const {
+    constexpr int kTiles = W::Heads::kInterleave;
     const int c = threadIdx.x % 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      // Of tile i the lane has columns 2 c and the next: of kTiles tiles together 2 kTiles channels
+      // in a row, of which word i is a pair.
       std::uint32_t words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float a = (r == 0 ? value[i].x : value[i].y) * factor_[r];
-        const float b = (r == 0 ? value[i].z : value[i].w) * factor_[r];
-        words[i] = pack<T>(a, b);
-        const int channel = 8 * (j + i);
+        float pair[2];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const int place = 2 * (i % kTiles) + n;
+          const float4& of_tile = value[i / kTiles * kTiles + place % kTiles];
+          pair[n] = (place < kTiles ? (r == 0 ? of_tile.x : of_tile.y)
+                                    : (r == 0 ? of_tile.z : of_tile.w)) *
+                    factor_[r];
+        }
+        words[i] = pack<typename W::T>(pair[0], pair[1]);
+        const int channel = 8 * j + (i / kTiles * 8 + 2 * c) * kTiles + 2 * (i % kTiles);
         if (op_.out_type == ElementType::f32 && exists_[r] && channel < op_.v_dim) {
-          *reinterpret_cast<float2*>(static_cast<float*>(op_.out) + at_[r] + channel + 2 * c) =
-              float2{a, b};
+          *reinterpret_cast<float2*>(static_cast<float*>(op_.out) + at_[r] + channel) =
+              float2{pair[0], pair[1]};
         }
       }
       if (op_.out_type == ElementType::f32) continue;
-      transpose_in_quad(words);
-      // Now 8 neighbouring channels of a block of its own are in each lane.
+      // Now 8 neighbouring channels of a tile of its own are in each lane.
+      if constexpr (kTiles == 1) transpose_in_quad(words);
+      auto* const out = static_cast<std::uint16_t*>(op_.out) + at_[r] + 8 * j;
       if (!exists_[r] || 8 * (j + c) >= op_.v_dim) continue;
-      *reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(op_.out) + at_[r] + 8 * (j + c)) =
-          uint4{words[0], words[1], words[2], words[3]};
+      if constexpr (kTiles == 2) {
+        *reinterpret_cast<uint2*>(out + 4 * c) = uint2{words[0], words[1]};
+        *reinterpret_cast<uint2*>(out + 16 + 4 * c) = uint2{words[2], words[3]};
+      } else {
+        *reinterpret_cast<uint4*>(out + 8 * c) = uint4{words[0], words[1], words[2], words[3]};
+      }
     }
   }
 
@@ -130,7 +144,7 @@ template <typename W>
 __device__ void merge_blocks(const KernelParams& k, const JobRows& rows,
                              const split_kv::JobPieces& pieces, SharedMemory<W>& s) {
   __syncthreads();
-  std::uint32_t* counter = k.counters + pieces.first_slot;
+  std::uint32_t* counter = k.counters + k.place(pieces.first_slot);
   if (threadIdx.x == 0) {
     const bool is_last =
         ptx::count_arrival(counter) == static_cast<std::uint32_t>(pieces.count - 1);
@@ -145,15 +159,14 @@ __device__ void merge_blocks(const KernelParams& k, const JobRows& rows,
     const auto merged = split_kv::merge_rows<4, 4, 32, split_kv::LanesOfRows<4, 1>>(
         pieces.count, 4,
         [&](int n, float2& max, float2& sum) {
-          const float* at = k.partial_stats + pieces.slot(n) * (2 * kRows) + lane / 4;
+          const float* at = k.partial_stats + k.place(pieces.slot(n)) * (2 * kRows) + lane / 4;
           max = float2{__ldcg(at), __ldcg(at + 8)};
           sum = float2{__ldcg(at + kRows), __ldcg(at + kRows + 8)};
         },
         [&](int n) {
-          const int block = pieces.slot(n) * (W::kDim / 8) + first;
-          return k.partial_out + block * 32 + lane;
+          return k.partial_out + (k.place(pieces.slot(n)) * (W::kDim / 8) + first) * 32 + lane;
         });
-    RowTargets(k, rows, merged.max, merged.sum).store<typename W::T>(first, merged.value);
+    RowTargets(k, rows, merged.max, merged.sum).store<W>(first, merged.value);
   }
 }
 
@@ -174,14 +187,14 @@ __device__ __forceinline__ void finish(const KernelParams& k, const JobShare& sh
 #pragma unroll
     for (int j = warp * 4; j < W::kDim / 8; j += kWarps * 4) {
       const float4 value[4] = {value_of(j), value_of(j + 1), value_of(j + 2), value_of(j + 3)};
-      targets.store<typename W::T>(j, value);
+      targets.store<W>(j, value);
     }
   } else {
     for (int j = warp; j < W::kDim / 8; j += kWarps) {
-      __stcg(k.partial_out + (share.slot * (W::kDim / 8) + j) * 32 + lane, value_of(j));
+      __stcg(k.partial_out + (k.place(share.slot) * (W::kDim / 8) + j) * 32 + lane, value_of(j));
     }
     if (warp == 0 && lane % 4 == 0) {
-      float* at = k.partial_stats + share.slot * (2 * kRows) + lane / 4;
+      float* at = k.partial_stats + k.place(share.slot) * (2 * kRows) + lane / 4;
       __stcg(at, max.x);
       __stcg(at + 8, max.y);
       __stcg(at + kRows, sum.x);

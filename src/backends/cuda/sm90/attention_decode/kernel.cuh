@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads, W::kBlocksPerMultiprocessor)
 
   Loader<W> loader(k, ring);
   for (int i = 0; i < W::kStages - 1; ++i) loader.issue(i);
-  split_kv::RangeWalk walk(k.shape, k.ranges, blockIdx.x, k.op.query_start_loc, k.op.seq_lens);
+  split_kv::RangeWalk walk(k.shape, k.ranges, k.group(), k.op.query_start_loc, k.op.seq_lens);
   JobShare share;
   int stage = 0;
   while (walk.next(share)) {
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads, W::kBlocksPerMultiprocessor)
       loader.issue(stage == 0 ? W::kStages - 1 : stage - 1);
       const std::int32_t first = (share.first_tile + t) * kKeyTile + warp * kKeys;
       if (first < attention.any_end && first + kKeys > attention.any_begin) {
-        attention.add(query, ring[stage], s.converted[warp], first);
+        attention.add(query, ring[stage], first);
       }
       stage = stage == W::kStages - 1 ? 0 : stage + 1;
     }

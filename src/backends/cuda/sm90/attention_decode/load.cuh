@@ -12,7 +12,7 @@ class Loader {
   __device__ Loader(const KernelParams& k, Slice<W> (&ring)[W::kStages])
       : k_(k),
         ring_(ring),
-        walk_(k.shape, k.ranges, blockIdx.x, k.op.query_start_loc, k.op.seq_lens) {
+        walk_(k.shape, k.ranges, k.group(), k.op.query_start_loc, k.op.seq_lens) {
     more_ = walk_.next(share_);
     locate();
   }
@@ -51,9 +51,8 @@ class Loader {
     constexpr int kPieces = W::kHeadBytes / Heads::kCopy;
     constexpr std::int64_t kUnit = Heads::kQuantized ? 1 : 2;  // Of strides.
     const int lane = threadIdx.x % 32;
-    const std::int32_t kv_head = share_.job / k_.shape.row_jobs(share_.query_len);
     const auto offset_of = [&](const HeadRows& rows) {
-      return (block_ * rows.block_stride + row_ * rows.row_stride + kv_head * rows.head_stride) *
+      return (block_ * rows.block_stride + row_ * rows.row_stride + k_.kv_head() * rows.head_stride) *
              kUnit;
     };
     const std::int64_t k_offset = offset_of(k_.op.k_cache), v_offset = offset_of(k_.op.v_cache);
@@ -70,8 +69,13 @@ class Loader {
       if constexpr (Heads::kQuantized) {
         if (row >= kKeys) continue;
         const std::uint32_t to = row * W::kRowBytes + piece * Heads::kCopy;
-        ptx::copy_half_piece(k_to + to, keys + k_at, needed);
-        ptx::copy_half_piece(v_to + to, values + v_at, needed);
+        if constexpr (Heads::kCopy == 8) {
+          ptx::copy_half_piece(k_to + to, keys + k_at, needed);
+          ptx::copy_half_piece(v_to + to, values + v_at, needed);
+        } else {
+          ptx::copy_piece(k_to + to, keys + k_at, needed);
+          ptx::copy_piece(v_to + to, values + v_at, needed);
+        }
       } else {
         const std::uint32_t to = row * W::kRowBytes + piece_offset(row, piece);
         // Channels past the last stay the zeros that they are from the start.

@@ -109,7 +109,6 @@ struct SharedMemory {
 __host__ __device__ inline split_kv::ScheduleShape schedule_shape(const MlaDecodeParams& op,
                                                                   const MlaDecodeGeometry& g) {
   return {.num_groups = g.num_groups,
-          .kv_heads = 1,
           .heads = op.num_heads,
           .rows_per_job = g.rows * g.row_tiles_per_group,
           .splits_per_group = g.splits_per_group,

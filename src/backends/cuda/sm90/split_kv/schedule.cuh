@@ -34,19 +34,15 @@ struct alignas(16) GroupRange {
 
 struct ScheduleShape {
   std::int32_t num_groups;
-  std::int32_t kv_heads;      ///< Each has jobs of its own.
   std::int32_t heads;         ///< Query heads that share a key head.
   std::int32_t rows_per_job;  ///< Rows are query tokens x heads.
   std::int32_t splits_per_group;
   std::int32_t window_left;      ///< Negative: none.
   std::int32_t attention_chunk;  ///< 0: none.
 
-  /// Jobs of one key head.
-  __host__ __device__ std::int32_t row_jobs(std::int32_t query_len) const {
-    return (query_len * heads + rows_per_job - 1) / rows_per_job;
-  }
+  /// Jobs of a request.
   __host__ __device__ std::int32_t jobs(std::int32_t query_len) const {
-    return kv_heads * row_jobs(query_len);
+    return (query_len * heads + rows_per_job - 1) / rows_per_job;
   }
   /// The first key that some query token of the request sees, if there are keys.
   __host__ __device__ std::int32_t first_key(std::int32_t seq_len, std::int32_t query_len) const {
