@@ -48,8 +48,10 @@ struct QuantizedMemory {
   float4 partial[kComputeThreads];  ///< Scores on their way to the other warp of a pair.
   float warp_max[kTeams][4][kQuantizedRows];
   float team_sum[kTeams][4][kQuantizedRows];
+  float team_offset[kTeams][4][kQuantizedRows];  ///< Of outputs, where codes have offsets.
   float team_max[kTeams][kQuantizedRows];
   float factor[kTeams][kQuantizedRows];  ///< What a team's outputs are multiplied by.
+  float output_offset[kTeams][kQuantizedRows];  ///< What is taken off them then.
   float offset[2][kQuantizedRows];       ///< Of scores: of latent and rope channels, to be scaled.
   float score_scale[kQuantizedRows];     ///< From products with the scaled query row to log2 units.
   std::uint64_t full[kSlots];

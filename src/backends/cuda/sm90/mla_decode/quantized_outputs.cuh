@@ -35,6 +35,19 @@ __device__ __forceinline__ void scale_outputs(const float* factor, int c,
   }
 }
 
+/// The same at the end of a job, with the codes' units and offsets taken off.
+template <typename Format>
+__device__ __forceinline__ void finish_outputs(const float* factor, const float* offset, int c,
+                                               QuantizedOutputs& out) {
+#pragma unroll
+  for (int e = 0; e < kQuantizedRows / 2; ++e) {
+    const int row = e / 4 * 8 + 2 * c + e % 2;
+    const float f = factor[row] * (e % 4 < 2 ? 1.f : Format::kSecondUnit);
+#pragma unroll
+    for (int i = 0; i < kChunksPerOutput; ++i) out[i][e] = fmaf(out[i][e], f, -offset[row]);
+  }
+}
+
 /// A thread's operands of O^T [the warp's 64 channels, 16 rows] += V^T [64, 64 keys] P^T [64, 16].
 template <typename Format>
 struct TeamValues {
@@ -61,17 +74,20 @@ struct TeamValues {
     for (int step = 0; step < 4; ++step) {
       std::uint32_t b[4];
       ptx::load_matrices(b, operand ^ step * 32);
+      std::uint32_t words_of_key[4][Format::kValueWords];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int to_key = step * 16 + i / 2 * Format::kHighKey +
+                           (kBases == 1 ? i % 2 * Format::kNextKey : 0);
+        load_words<4 * Format::kValueWords>(
+            raw + words[i % kBases] + to_key * Format::kRowBytes, words_of_key[i]);
+      }
 #pragma unroll
       for (int word = 0; word < Format::kValueWords; ++word) {
         std::uint32_t key[4];
         std::uint32_t a[Format::kTilesPerWord][4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int to_key = step * 16 + i / 2 * Format::kHighKey +
-                             (kBases == 1 ? i % 2 * Format::kNextKey : 0);
-          const int offset = to_key * Format::kRowBytes + word * Format::kValueWordStep;
-          key[i] = *reinterpret_cast<const std::uint32_t*>(raw + words[i % kBases] + offset);
-        }
+        for (int i = 0; i < 4; ++i) key[i] = words_of_key[i][word];
         Format::value_operands(key, a);
 #pragma unroll
         for (int i = 0; i < Format::kTilesPerWord; ++i) {
@@ -89,7 +105,8 @@ struct TeamValues {
 template <typename Format>
 __device__ __forceinline__ void merge_teams(const KernelParams& k, const TeamPlace& at,
                                             QuantizedMemory<Format>& s, QuantizedOutputs& out) {
-  static_assert(kTeams == 2 && sizeof(s.p) >= kTeamThreads * 2 * sizeof(float4));
+  static_assert(kTeams == 2 && sizeof(s.p) >= kTeamThreads * 2 * sizeof(float4) &&
+                sizeof(s.partial) >= kTeamThreads * 2 * sizeof(float4));
   ptx::named_barrier(kComputeBarrier, kComputeThreads);
   if (threadIdx.x < kQuantizedRows) {
     const int row = threadIdx.x;
@@ -98,22 +115,29 @@ __device__ __forceinline__ void merge_teams(const KernelParams& k, const TeamPla
 #pragma unroll
     for (int team = 0; team < kTeams; ++team) {
       const float weight = split_kv::merge_weight(s.team_max[team][row], max);
-      s.factor[team][row] = Format::kKeyScales ? weight : weight * k.op.cache_scale;
-      for (int i = 0; i < 4; ++i) sum += weight * s.team_sum[team][i][row];
+      s.factor[team][row] = weight * Format::kUnit * (Format::kKeyScales ? 1.f : k.op.cache_scale);
+      float offset = 0.f;
+      for (int i = 0; i < 4; ++i) {
+        sum += weight * s.team_sum[team][i][row];
+        if (Format::kLowOffset != 0.f) offset += weight * s.team_offset[team][i][row];
+      }
+      s.output_offset[team][row] = offset;
     }
     // The maximum passes over a NaN; a merge must not take its row for an empty one.
     s.handover.message[0][row] = isnan(sum) ? sum : max;
     s.handover.message[1][row] = sum;
   }
   ptx::named_barrier(kComputeBarrier, kComputeThreads);
-  scale_outputs(s.factor[at.team], at.c, out);
-  auto* buffer = reinterpret_cast<float4*>(s.p) + threadIdx.x % kTeamThreads;
+  finish_outputs<Format>(s.factor[at.team], s.output_offset[at.team], at.c, out);
+  // Chunks take turns in two places: one is written again when the other has been passed on.
+  float4* const places[2] = {reinterpret_cast<float4*>(s.p), s.partial};
 #pragma unroll
   for (int i = 0; i < kChunksPerOutput; ++i) {
+    float4* place = places[i % 2] + threadIdx.x % kTeamThreads;
     if (at.team == 1) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        buffer[j * kTeamThreads] =
+        place[j * kTeamThreads] =
             float4{out[i][4 * j], out[i][4 * j + 1], out[i][4 * j + 2], out[i][4 * j + 3]};
       }
     }
@@ -121,14 +145,13 @@ __device__ __forceinline__ void merge_teams(const KernelParams& k, const TeamPla
     if (at.team == 0) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float4 other = buffer[j * kTeamThreads];
+        const float4 other = place[j * kTeamThreads];
         out[i][4 * j] += other.x;
         out[i][4 * j + 1] += other.y;
         out[i][4 * j + 2] += other.z;
         out[i][4 * j + 3] += other.w;
       }
     }
-    ptx::named_barrier(kComputeBarrier, kComputeThreads);
   }
 }
 

@@ -51,7 +51,7 @@ __device__ void load_query_scaled(const KernelParams& k, const Job& job,
     const float factor = __uint_as_float((127 + 14 - exponent) << 23);
     if (lane == 0) {
       s.score_scale[row] = __uint_as_float((127 - 14 + exponent) << 23) * op.sm_scale * kLog2e *
-                           Format::kScoreUnit * (Format::kKeyScales ? 1.f : op.cache_scale);
+                           Format::kUnit * (Format::kKeyScales ? 1.f : op.cache_scale);
     }
     float sum[2] = {0.f, 0.f};  // Of latent and rope channels.
 #pragma unroll
@@ -79,7 +79,7 @@ __device__ void load_query_scaled(const KernelParams& k, const Job& job,
         for (int step = 1; step < 32; step *= 2) {
           sum[part] += __shfl_xor_sync(~0u, sum[part], step);
         }
-        constexpr float kOffset = -Format::kCodeOffset / Format::kScoreUnit;
+        constexpr float kOffset = -Format::kCodeOffset / Format::kUnit;
         if (lane == 0) s.offset[part][row] = sum[part] * kOffset;
       }
     }
@@ -114,6 +114,7 @@ struct TeamScores {
   /// Reference maxima (log2 units) and sums of the thread's columns.
   float max0 = kNothing, max1 = kNothing;
   float sum0 = 0.f, sum1 = 0.f;
+  float offset0 = 0.f, offset1 = 0.f;  ///< Of outputs: what the codes' offsets have added.
 
   __device__ TeamScores(const KernelParams& k, const TeamPlace& at, Memory& s)
       : k(k), s(s), at(at) {}
@@ -246,6 +247,7 @@ struct TeamScores {
       }
       if (clear) *piece = uint4{0, 0, 0, 0};
     }
+    ptx::fence_async_proxy();  // A later tile comes to the same place.
   }
 
   __device__ __forceinline__ void mask(float (&own)[4], std::int32_t first_key) const {
@@ -296,11 +298,12 @@ struct TeamScores {
   }
 
   /// P of the thread's keys and columns against the reference maxima, to shared memory; p is
-  /// unscaled. Whether a score is so far above them that they must be raised first.
+  /// unscaled, `rounded` what was stored last, the columns of one key and of the other. Whether a
+  /// score is so far above them that they must be raised first.
   __device__ __forceinline__ bool weigh(const std::uint8_t* raw, bool all_visible,
                                         const float (&own)[4], const KeyWeight& w0,
-                                        const KeyWeight& w1, std::uint8_t* to,
-                                        float (&p)[4]) const {
+                                        const KeyWeight& w1, std::uint8_t* to, float (&p)[4],
+                                        std::uint32_t (&rounded)[2]) const {
     const float above[4] = {own[0] - max0, own[1] - max1, own[2] - max0, own[3] - max1};
 #pragma unroll
     for (int e = 0; e < 4; ++e) p[e] = exp2_approx(above[e]);
@@ -308,9 +311,10 @@ struct TeamScores {
     for (int i = 0; i < Format::kGroups; ++i) {
       const float ratio0 = ratio(row0(raw), i, w0, all_visible);
       const float ratio1 = ratio(row1(raw), i, w1, all_visible);
+      rounded[0] = pack<__half>(p[0] * ratio0, p[1] * ratio0);
+      rounded[1] = pack<__half>(p[2] * ratio1, p[3] * ratio1);
       ptx::store_matrices_transposed(
-          ptx::shared_address(to) + (weights + i * kQuantizedRows * 128),
-          pack<__half>(p[0] * ratio0, p[1] * ratio0), pack<__half>(p[2] * ratio1, p[3] * ratio1));
+          ptx::shared_address(to) + (weights + i * kQuantizedRows * 128), rounded[0], rounded[1]);
     }
     return fmaxf(fmaxf(above[0], above[1]), fmaxf(above[2], above[3])) > kMaxLag;
   }
@@ -342,6 +346,8 @@ struct TeamScores {
     if (!keep1) max1 = over_keys1;
     sum0 *= factor0;
     sum1 *= factor1;
+    offset0 *= factor0;
+    offset1 *= factor1;
     if (at.keys == 0 && at.g == 0) {
       *reinterpret_cast<float2*>(&s.factor[at.team][at.column]) = float2{factor0, factor1};
     }
@@ -378,15 +384,22 @@ struct TeamScores {
       mask(own, first_key);
     }
     float p[4];
-    const bool far = weigh(raw, all_visible, own, w0, w1, to, p);
+    std::uint32_t rounded[2];
+    const bool far = weigh(raw, all_visible, own, w0, w1, to, p, rounded);
     const bool raised = ptx::named_barrier_any(kTeamBarrier + at.team, kTeamThreads, far);
     if (raised) {
       raise_maxima(own);
-      weigh(raw, all_visible, own, w0, w1, to, p);
+      weigh(raw, all_visible, own, w0, w1, to, p, rounded);
       team_barrier();
     }
     sum0 += p[0] * w0.inverse + p[2] * w1.inverse;
     sum1 += p[1] * w0.inverse + p[3] * w1.inverse;
+    if constexpr (Format::kLowOffset != 0.f) {
+      const float2 low = __half22float2(reinterpret_cast<const __half2&>(rounded[0]));
+      const float2 high = __half22float2(reinterpret_cast<const __half2&>(rounded[1]));
+      offset0 = fmaf(low.x, Format::kLowOffset, fmaf(high.x, Format::kHighOffset, offset0));
+      offset1 = fmaf(low.y, Format::kLowOffset, fmaf(high.y, Format::kHighOffset, offset1));
+    }
     return raised;
   }
   /// What the thread's columns have.
@@ -396,17 +409,23 @@ struct TeamScores {
 
   /// Maxima and sums of the job, for whoever merges the teams' results.
   __device__ __forceinline__ void publish() {
-#pragma unroll
-    for (int step = 4; step < 32; step *= 2) {
-      sum0 += __shfl_xor_sync(~0u, sum0, step);
-      sum1 += __shfl_xor_sync(~0u, sum1, step);
+    publish_sums(sum0, sum1, s.team_sum[at.team]);
+    if constexpr (Format::kLowOffset != 0.f) {
+      publish_sums(offset0, offset1, s.team_offset[at.team]);
     }
-    if (at.g > 0) return;
-    *reinterpret_cast<float2*>(&s.team_sum[at.team][at.keys][at.column]) = float2{sum0, sum1};
-    if (at.keys == 0) {
+    if (at.keys == 0 && at.g == 0) {
       *reinterpret_cast<float2*>(&s.team_max[at.team][at.column]) =
           float2{max0 == kNothing ? -INFINITY : max0, max1 == kNothing ? -INFINITY : max1};
     }
+  }
+  __device__ __forceinline__ void publish_sums(float a, float b,
+                                               float (&to)[4][kQuantizedRows]) const {
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) {
+      a += __shfl_xor_sync(~0u, a, step);
+      b += __shfl_xor_sync(~0u, b, step);
+    }
+    if (at.g == 0) *reinterpret_cast<float2*>(&to[at.keys][at.column]) = float2{a, b};
   }
 };
 

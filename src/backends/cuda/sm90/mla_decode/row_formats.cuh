@@ -5,9 +5,11 @@
 // which channels a lane reads, is free as long as queries, P and outputs agree; the orders here
 // make every access to raw rows free of bank conflicts, but for the values of Fp8E4m3.
 //
-// For scores, integer codes are taken as u = code + kCodeOffset times 2^-24: their bits as they
-// are, a subnormal f16. Sums less kCodeOffset times the sum of the queries, times kScoreUnit, are
-// the scores. As values, where large ones must not cancel, the offset is taken off each.
+// Integer codes keep their bits and become subnormal f16, 2^-24 times an unsigned number: one
+// instruction for two of them. That number is the code and an offset, which is taken off the sums.
+// For scores it is kCodeOffset, and kCodeOffset times the sum of the queries goes. For outputs it
+// is kLowOffset for the low 8 keys of a k16 step and kHighOffset, negative, for the high ones: sums
+// stay about as small as those of the codes, and f32 loses nothing by the offsets.
 #pragma once
 
 #include <cstdint>
@@ -15,13 +17,6 @@
 #include "backends/cuda/sm90/mla_decode/block.cuh"
 
 namespace fovea::cuda::mla {
-
-__device__ __forceinline__ std::uint32_t halves_minus(std::uint32_t halves,
-                                                      std::uint32_t constant) {
-  std::uint32_t out;
-  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(halves), "r"(constant));
-  return out;
-}
 
 /// (word & mask) ^ flip, in one instruction.
 __device__ __forceinline__ std::uint32_t masked_xor(std::uint32_t word, std::uint32_t mask,
@@ -49,32 +44,36 @@ __device__ __forceinline__ void load_words(const std::uint8_t* from,
   }
 }
 
-/// Bytes 0 to 3 of a word as f16: low gets 0 and 1, high 2 and 3.
+/// Conversions of a word's four bytes to f16. `of_key`: channels of a key, for scores.
+/// `of_channels`: two channels of each of two keys side by side, for outputs, where `is_high` tells
+/// the high keys of a k16 step.
 struct Int8Codes {
-  static constexpr float kCodeOffset = 128.f;
-  static constexpr float kScoreUnit = 0x1p24f;
-  static __device__ void convert_for_scores(std::uint32_t word, std::uint32_t& low,
-                                            std::uint32_t& high) {
-    const std::uint32_t biased = word ^ 0x80808080;
-    low = __byte_perm(biased, 0, 0x4140);
-    high = __byte_perm(biased, 0, 0x4342);
+  static constexpr float kUnit = 0x1p24f;  ///< What sums are multiplied by.
+  static constexpr float kCodeOffset = 128.f, kLowOffset = 128.f, kHighOffset = -127.f;
+
+  /// K position of byte e of lane c's word.
+  static __device__ int position(int c, int e) { return e % 2 * 8 + 2 * c + e / 2; }
+  /// Selectors of two keys' first and last two channels as of_channels takes them.
+  static constexpr int kFirstPair = 0x5410, kSecondPair = 0x7632;
+  static __device__ void of_key(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
+    of_channels(word, false, low, high);
   }
-  static __device__ void convert(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
-    // 0x6400 + u is 1024 + u in f16, for bytes u = code + 128.
-    const std::uint32_t biased = word ^ 0x80808080;
-    low = halves_minus(__byte_perm(biased, 0x64646464, 0x4140), 0x64806480);
-    high = halves_minus(__byte_perm(biased, 0x64646464, 0x4342), 0x64806480);
+  static __device__ void of_channels(std::uint32_t word, bool is_high, std::uint32_t& first,
+                                     std::uint32_t& second) {
+    // u = code + 128, or -(255 - u) = code - 127.
+    const std::uint32_t flip = is_high ? 0x807f807f : 0x00800080;
+    first = masked_xor(word, 0x00ff00ff, flip);
+    second = masked_xor(word >> 8, 0x00ff00ff, flip);
   }
 };
 
 struct E4m3Codes {
-  static constexpr float kCodeOffset = 0.f;
-  static constexpr float kScoreUnit = 1.f;
-  static __device__ void convert_for_scores(std::uint32_t word, std::uint32_t& low,
-                                            std::uint32_t& high) {
-    convert(word, low, high);
-  }
-  static __device__ void convert(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
+  static constexpr float kUnit = 1.f;
+  static constexpr float kCodeOffset = 0.f, kLowOffset = 0.f, kHighOffset = 0.f;
+
+  static __device__ int position(int c, int e) { return e / 2 * 8 + 2 * c + e % 2; }
+  static constexpr int kFirstPair = 0x5140, kSecondPair = 0x7362;
+  static __device__ void of_key(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
     asm("{\n"
         ".reg .b16 a, b;\n"
         "mov.b32 {a, b}, %2;\n"
@@ -84,25 +83,31 @@ struct E4m3Codes {
         : "=r"(low), "=r"(high)
         : "r"(word));
   }
+  static __device__ void of_channels(std::uint32_t word, bool, std::uint32_t& first,
+                                     std::uint32_t& second) {
+    of_key(word, first, second);
+  }
 };
 
 /// Latents of one byte a channel. Rows begin at multiples of kAlign bytes.
 template <typename Codes, int kAlign>
 struct ByteLatents {
+  static constexpr float kUnit = Codes::kUnit;
   static constexpr float kCodeOffset = Codes::kCodeOffset;
-  static constexpr float kScoreUnit = Codes::kScoreUnit;
+  static constexpr float kLowOffset = Codes::kLowOffset, kHighOffset = Codes::kHighOffset;
+  /// What sums of the second of two neighbouring output channels are multiplied by besides.
+  static constexpr float kSecondUnit = 1.f;
   /// What channel x of queries is multiplied by, as its codes are not.
   static __device__ float query_factor(int) { return 1.f; }
   /// A lane reads 16 channels side by side of each chunk of a key.
   static constexpr int kChunkWords = 4;
-  /// Words of values that a lane takes of a key: the warp's 64 channels are 32 and 32.
+  /// Words of values that a lane takes of a key: 8 channels side by side of the warp's 64.
   static constexpr int kValueWords = 2;
   static constexpr int kTilesPerWord = 2;
 
   /// K position of channel x of a chunk of 64 latent channels.
   static __device__ int latent_position(int x) {
-    const int c = x / 16, step = x % 16 / 4, e = x % 4;
-    return step * 16 + e / 2 * 8 + 2 * c + e % 2;
+    return x % 16 / 4 * 16 + Codes::position(x / 16, x % 4);
   }
   /// Where lane c's latents of a half of them begin in a row.
   static __device__ int latent_byte(int half, int c) { return half * 256 + c * 16; }
@@ -114,24 +119,23 @@ struct ByteLatents {
   template <int words>
   static __device__ void score_operand(const std::uint32_t (&word)[2][words], int step,
                                        std::uint32_t (&a)[4]) {
-    Codes::convert_for_scores(word[0][step], a[0], a[2]);
-    Codes::convert_for_scores(word[1][step], a[1], a[3]);
+    Codes::of_key(word[0][step], a[0], a[2]);
+    Codes::of_key(word[1][step], a[1], a[3]);
   }
   /// Channel of row g of M tile `tile` of warp `warp`'s values; row g + 8 is the next one.
   static __device__ int channel(int warp, int tile, int g) {
-    return warp * 64 + tile / 2 * 32 + g * 4 + tile % 2 * 2;
+    return warp * 64 + g * 8 + tile * 2;
   }
   /// Byte of a lane's first value word in a row.
-  static __device__ int value_byte(int warp, int g) { return warp * 64 + g * 4; }
-  static constexpr int kValueWordStep = 32;
+  static __device__ int value_byte(int warp, int g) { return warp * 64 + g * 8; }
   /// A operands of two M tiles from the words of 4 keys: [channel][key] out of [key][channel].
   static __device__ void value_operands(const std::uint32_t (&key)[4],
                                         std::uint32_t (&a)[kTilesPerWord][4]) {
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
-      const int selector = tile == 0 ? 0x5140 : 0x7362;
-      Codes::convert(__byte_perm(key[0], key[1], selector), a[tile][0], a[tile][1]);
-      Codes::convert(__byte_perm(key[2], key[3], selector), a[tile][2], a[tile][3]);
+      const int selector = tile == 0 ? Codes::kFirstPair : Codes::kSecondPair;
+      Codes::of_channels(__byte_perm(key[0], key[1], selector), false, a[tile][0], a[tile][1]);
+      Codes::of_channels(__byte_perm(key[2], key[3], selector), true, a[tile][2], a[tile][3]);
     }
   }
 };
@@ -143,8 +147,7 @@ struct ByteRows : ByteLatents<Codes, kAlign> {
   static constexpr bool kBf16Rope = false;
 
   static __device__ int rope_position(int x) {
-    const int half = x / 32, c = x % 32 / 8, step = x % 8 / 4, e = x % 4;
-    return half * 32 + step * 16 + e / 2 * 8 + 2 * c + e % 2;
+    return x / 32 * 32 + x % 8 / 4 * 16 + Codes::position(x % 32 / 8, x % 4);
   }
   static __device__ int rope_byte(int half, int c) { return 512 + half * 32 + c * 8; }
   static __device__ void load_rope(const std::uint8_t* from, std::uint32_t (&word)[kRopeWords]) {
@@ -240,26 +243,17 @@ struct Int4PerToken {
   static constexpr int kValueWords = 1;
   static constexpr int kTilesPerWord = 4;
 
-  static constexpr float kCodeOffset = 8.f;
-  static constexpr float kScoreUnit = 0x1p24f;
+  static constexpr float kUnit = 0x1p24f;
+  static constexpr float kCodeOffset = 8.f, kLowOffset = 8.f, kHighOffset = -7.f;
   /// Odd nibbles of a byte stay where they are: 16 times the code.
   static __device__ float query_factor(int x) { return x % 2 == 0 ? 1.f : 0x1p-4f; }
+  static constexpr float kSecondUnit = 0x1p-4f;
 
-  /// Nibble i of both halves as f16. Even ones: 0x6400 + u is 1024 + u, for u = code + 8. Odd ones:
-  /// 0x6400 + 16 u is 1024 + 16 u.
-  static __device__ std::uint32_t convert(std::uint32_t halves, int i) {
+  /// Nibble i of both halves: u = code + 8, or -(15 - u) = code - 7.
+  static __device__ std::uint32_t convert(std::uint32_t halves, int i, bool is_high) {
     const std::uint32_t bytes = i < 2 ? halves : halves >> 8;
-    if (i % 2 == 0) return halves_minus(masked_xor(bytes, 0x000f000f, 0x64086408), 0x64086408);
-    std::uint32_t out;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;"  // times 1 / 16, less 72
-        : "=r"(out)
-        : "r"(masked_xor(bytes, 0x00f000f0, 0x64806480)), "r"(0x2c002c00), "r"(0xd480d480));
-    return out;
-  }
-  static __device__ std::uint32_t convert_for_scores(std::uint32_t halves, int i) {
-    const std::uint32_t bytes = i < 2 ? halves : halves >> 8;
-    return i % 2 == 0 ? masked_xor(bytes, 0x000f000f, 0x00080008)
-                      : masked_xor(bytes, 0x00f000f0, 0x00800080);
+    return i % 2 == 0 ? masked_xor(bytes, 0x000f000f, is_high ? 0x80078007 : 0x00080008)
+                      : masked_xor(bytes, 0x00f000f0, is_high ? 0x80708070 : 0x00800080);
   }
   static __device__ int latent_position(int x) {
     const int half = x / 32, c = x % 32 / 8, n = x % 8;
@@ -281,7 +275,7 @@ struct Int4PerToken {
                                        std::uint32_t (&a)[4]) {
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      a[n] = convert_for_scores(word[n % 2][step / 2], step % 2 * 2 + n / 2);
+      a[n] = convert(word[n % 2][step / 2], step % 2 * 2 + n / 2, false);
     }
   }
   static __device__ void rope_operand(const std::uint32_t (&word)[2][kRopeWords], int step,
@@ -290,7 +284,6 @@ struct Int4PerToken {
   }
   static __device__ int channel(int warp, int tile, int g) { return warp * 64 + g * 8 + tile * 2; }
   static __device__ int value_byte(int warp, int g) { return warp * 32 + g * 4; }
-  static constexpr int kValueWordStep = 0;
   static __device__ void value_operands(const std::uint32_t (&key)[4],
                                         std::uint32_t (&a)[kTilesPerWord][4]) {
 #pragma unroll
@@ -298,7 +291,9 @@ struct Int4PerToken {
       const std::uint32_t low = __byte_perm(key[2 * pair], key[2 * pair + 1], 0x5410);
       const std::uint32_t high = __byte_perm(key[2 * pair], key[2 * pair + 1], 0x7632);
 #pragma unroll
-      for (int n = 0; n < 8; ++n) a[n / 2][2 * pair + n % 2] = convert(n < 4 ? low : high, n % 4);
+      for (int n = 0; n < 8; ++n) {
+        a[n / 2][2 * pair + n % 2] = convert(n < 4 ? low : high, n % 4, pair == 1);
+      }
     }
   }
 };
