@@ -84,9 +84,9 @@ class Linear {
   /// backend was not built in.
   Linear(const TensorView& weight, const TensorView& bias,
          LinearBackend backend = LinearBackend::automatic, const MemorySource& memory = {});
-  /// Keeps the codes and decodes them on the way into the product, on a GPU with one rounding to
-  /// `dtype`; x, out and `bias` (optional) are of `dtype`. A row of the identity as x gives the row
-  /// of dequantize_weight, bit for bit.
+  /// Keeps the codes and decodes them on the way into the product, on a GPU for more than 64 tokens
+  /// with one rounding to `dtype`; x, out and `bias` (optional) are of `dtype`. A row of the
+  /// identity as x gives the row of dequantize_weight, bit for bit.
   Linear(const QuantizedWeight& weight, const TensorView& bias, DType dtype,
          const MemorySource& memory = {});
   ~Linear();

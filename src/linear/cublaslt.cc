@@ -65,6 +65,7 @@ class Matmul {
   }
 
   const MemorySource& memory() const { return memory_; }
+  const Tensor& bias() const { return bias_; }
   std::int64_t bias_bytes() const { return bias_.nbytes(); }
   void load_bias(const TensorView& bias) const {
     if (bias_) bias_.assign(bias);
@@ -170,7 +171,8 @@ class CublasLtProduct final : public DenseProduct {
   Matmul matmul_;
 };
 
-/// Codes stay codes. Each call decodes them into the workspace, rounded once to the dtype.
+/// Codes stay codes. A call with many rows decodes them into the workspace, rounded once to the
+/// dtype.
 class CublasLtQuantizedProduct final : public QuantizedProduct {
  public:
   CublasLtQuantizedProduct(const ProductShape& shape, const WeightGroups& groups,
@@ -195,17 +197,20 @@ class CublasLtQuantizedProduct final : public QuantizedProduct {
   std::int64_t workspace_bytes(std::int64_t tokens) const override {
     if (tokens == 0) return 0;
     const ProductShape& s = shape();
-    std::int64_t bytes =
-        Workspace::rounded(kTakenBytes) +
-        Workspace::rounded(bytes_of(s.dtype, s.heads * s.columns * s.depth));
+    std::int64_t bytes = 0;
     if (s.quantizes_x) bytes += Workspace::rounded(bytes_of(s.dtype, tokens * s.heads * s.depth));
-    return bytes;
+    if (cuda::multiplies_few_rows(codes(), s.dtype, tokens)) return bytes;
+    return bytes + Workspace::rounded(kTakenBytes) +
+           Workspace::rounded(bytes_of(s.dtype, s.heads * s.columns * s.depth));
   }
   void load(std::span<const QuantizedWeight> heads, const TensorView& bias) override;
   void run(const ExecutionContext& ctx, const TensorView& x, const TensorView& out) const override;
 
  private:
   std::int64_t row_bytes() const { return shape().is_mxfp4 ? shape().depth / 2 : shape().depth; }
+  cuda::DeviceCodes codes() const {
+    return {.codes = codes_, .scales = scales_, .groups = groups_, .is_mxfp4 = shape().is_mxfp4};
+  }
 
   WeightGroups groups_;  ///< Extents: no 0.
   Tensor codes_;         ///< u8 [N, M, K] or, two in a byte, [N, M, K / 2]
@@ -241,19 +246,21 @@ void CublasLtQuantizedProduct::run(const ExecutionContext& ctx, const TensorView
   check_rows_on_device("x", x, device());
   check_rows_on_device("out", out, device());
   const ProductShape& s = shape();
-  WorkspaceScope scope(*ctx.workspace);
-  const TensorView weight = scope.take(s.dtype, {s.heads, s.columns, s.depth});
-  void* const scratch = take_scratch(scope);
   const cuda::CurrentDevice current(device());
-  cuda::decode_codes(
-      {.codes = codes_, .scales = scales_, .groups = groups_, .is_mxfp4 = s.is_mxfp4}, weight,
-      cuda::stream_of(ctx));
+  const cudaStream_t stream = cuda::stream_of(ctx);
+  WorkspaceScope scope(*ctx.workspace);
   TensorView rows = x;
   if (s.quantizes_x) {
     rows = scope.take(s.dtype, {x.shape[0], s.heads, s.depth});
-    cuda::round_to_fp8(x, groups_.in, rows, cuda::stream_of(ctx));
+    cuda::round_to_fp8(x, groups_.in, rows, stream);
   }
-  matmul_.run(ctx, weight.data, rows, out, scratch);
+  if (cuda::multiplies_few_rows(codes(), s.dtype, x.shape[0])) {
+    cuda::multiply_few_rows(codes(), rows, matmul_.bias(), out, stream);
+    return;
+  }
+  const TensorView weight = scope.take(s.dtype, {s.heads, s.columns, s.depth});
+  cuda::decode_codes(codes(), weight, stream);
+  matmul_.run(ctx, weight.data, rows, out, take_scratch(scope));
 }
 
 }  // namespace

@@ -14,20 +14,42 @@ using E2m1 = FloatCode<Float4E2M1>;
 
 constexpr int kThreads = 256;
 
-/// A block per row of W: codes of neighbours are read by neighbours.
-template <class T>
-__global__ void decode_kernel(DeviceCodes from, T* values, std::int64_t columns,
-                              std::int64_t depth) {
-  const std::int64_t row = blockIdx.x;  // Of all heads.
-  const std::int64_t head = row / columns, group_row = row % columns / from.groups.out;
-  const auto* codes =
-      static_cast<const std::uint8_t*>(from.codes.data) + row * from.codes.shape[2];
+/// What a thread decodes at a time.
+template <int kCodes, int kBits>
+struct alignas(kCodes * kBits / 8) CodePiece {
+  std::uint8_t bytes[kCodes * kBits / 8];
+};
+template <class T, int kCodes>
+struct alignas(kCodes == 1 ? sizeof(T) : 16) ValuePiece {
+  T values[kCodes];
+};
+
+/// A block per row of W. Groups and rows are multiples of kCodes, of FP4 an even number.
+template <class T, int kCodes, int kBits>
+__global__ void decode_kernel(DeviceCodes from, T* values, std::uint32_t columns,
+                              std::uint32_t depth) {
+  using Codes = CodePiece<kCodes, kBits>;
+  using Values = ValuePiece<T, kCodes>;
+  const std::uint32_t row = blockIdx.x;  // Of all heads.
+  const std::uint32_t head = row / columns;
+  const std::int64_t group_row = row % columns / from.groups.out;
+  const auto* codes = reinterpret_cast<const Codes*>(
+      static_cast<const std::uint8_t*>(from.codes.data) + row * from.codes.shape[2]);
   const auto* scales = static_cast<const float*>(from.scales.data) +
                        (head * from.scales.shape[1] + group_row) * from.scales.shape[2];
-  for (std::int64_t k = threadIdx.x; k < depth; k += kThreads) {
-    const float code = from.is_mxfp4 ? E2m1::decode(codes[k / 2] >> (k % 2 * 4) & 0xf)
-                                     : E4m3::decode(codes[k]);
-    values[row * depth + k] = narrow<T>(code * scales[k / from.groups.in]);
+  auto* to = reinterpret_cast<Values*>(values + std::int64_t{row} * depth);
+  const auto group = static_cast<std::uint32_t>(from.groups.in);
+  for (std::uint32_t i = threadIdx.x; i < depth / kCodes; i += kThreads) {
+    const Codes piece = codes[i];
+    const float scale = scales[i * kCodes / group];
+    Values decoded;
+#pragma unroll
+    for (int k = 0; k < kCodes; ++k) {
+      const float code = kBits == 4 ? E2m1::decode(piece.bytes[k / 2] >> (k % 2 * 4) & 0xf)
+                                    : E4m3::decode(piece.bytes[k]);
+      decoded.values[k] = narrow<T>(code * scale);
+    }
+    to[i] = decoded;
   }
 }
 
@@ -125,9 +147,14 @@ void with_type(DType dtype, Launch&& launch) {
 }  // namespace
 
 void decode_codes(const DeviceCodes& codes, const TensorView& values, cudaStream_t stream) {
-  const std::int64_t columns = values.shape[1], depth = values.shape[2];
+  const auto columns = static_cast<std::uint32_t>(values.shape[1]);
+  const auto depth = static_cast<std::uint32_t>(values.shape[2]);
+  const bool in_pieces = (values.shape[2] | codes.groups.in) % 8 == 0;
   with_type(values.dtype, [&]<class T>(T) {
-    decode_kernel<<<grid_of(values.shape[0] * columns), kThreads, 0, stream>>>(
+    const auto kernel = codes.is_mxfp4 ? decode_kernel<T, 8, 4>  // Of whole groups of 32.
+                        : in_pieces    ? decode_kernel<T, 8, 8>
+                                       : decode_kernel<T, 1, 8>;
+    kernel<<<grid_of(values.shape[0] * values.shape[1]), kThreads, 0, stream>>>(
         codes, static_cast<T*>(values.data), columns, depth);
   });
   check(cudaGetLastError(), "decode_codes");

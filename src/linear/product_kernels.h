@@ -18,6 +18,16 @@ struct DeviceCodes {
 /// values [N, M, K], contiguous, each rounded once to its dtype.
 void decode_codes(const DeviceCodes& codes, const TensorView& values, cudaStream_t stream);
 
+/// Tokens up to which reading codes more than once costs less than decoding them first.
+constexpr std::int64_t kFewRows = 64;
+/// Whether multiply_few_rows takes x of `tokens` rows: at most kFewRows, of a 16-bit dtype, FP8
+/// codes, and the depth and its groups multiples of 64.
+bool multiplies_few_rows(const DeviceCodes& weight, DType dtype, std::int64_t tokens);
+/// out[t, n] = x[t, n] W[n] + bias, out [T, N, M] of x's dtype, bias [M] or absent. Codes are
+/// exact, sums f32.
+void multiply_few_rows(const DeviceCodes& weight, const TensorView& x, const TensorView& bias,
+                       const TensorView& out, cudaStream_t stream);
+
 /// rounded [T, N, K], contiguous, becomes what FP8 keeps of x [T, N, K]: codes of groups of
 /// `group` channels times the scale that takes the group's largest finite magnitude to the largest
 /// code, rounded to the dtype.

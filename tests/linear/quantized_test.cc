@@ -110,6 +110,32 @@ TEST_P(QuantizedLinear, ProductsEqualTheFormula) {
   }
 }
 
+// A GPU reads codes in place for up to 64 tokens, in tiles of 8 tokens and 32 outputs, 64 channels
+// at a time.
+TEST_P(QuantizedLinear, FewTokensAndManyEqualTheFormula) {
+  constexpr std::int64_t kOut = 70, kIn = 640;
+  for (const WeightGroups& groups : {WeightGroups{64, 128}, {1, 0}, {48, 64}}) {
+    const Weight w(kOut, kIn, groups, DType::f32);
+    const PaddedTensor bias(dtype(), {kOut});
+    test::fill_normal(bias, 3);
+    const Linear linear(w.weight, bias, dtype(), memory());
+    for (std::int64_t tokens : {1, 8, 9, 16, 17, 64, 65}) {
+      for (const std::int64_t padding : {8, 3}) {  // Rows lie at multiples of 16 bytes, or do not.
+        const PaddedTensor x(dtype(), {tokens, kIn}, padding, padding),
+            out(dtype(), {tokens, kOut});
+        test::fill_normal(x, 4);
+        run(linear, x, out);
+        const auto expected =
+            oracle::linear(test::to_doubles(x), w.values(), test::to_doubles(bias), kIn);
+        const double tolerance =
+            dtype() == DType::f32 ? 1e-5 : 2 * test::unit_roundoff(dtype());
+        EXPECT_TRUE(test::rows_close(expected, out, {tolerance, 1e-6}))
+            << tokens << " tokens, padding " << padding;
+      }
+    }
+  }
+}
+
 TEST(QuantizedProduct, ScalarKernelsHaveTheSameWeights) {
   const Weight w(20, 130, {16, 64}, DType::f32);
   const ProductShape shape{.depth = 130, .columns = 20, .dtype = DType::f32};

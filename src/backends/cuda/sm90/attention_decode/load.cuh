@@ -52,7 +52,8 @@ class Loader {
     constexpr std::int64_t kUnit = Heads::kQuantized ? 1 : 2;  // Of strides.
     const int lane = threadIdx.x % 32;
     const auto offset_of = [&](const HeadRows& rows) {
-      return (block_ * rows.block_stride + row_ * rows.row_stride + k_.kv_head() * rows.head_stride) *
+      return (block_ * rows.block_stride + row_ * rows.row_stride +
+              k_.kv_head() * rows.head_stride) *
              kUnit;
     };
     const std::int64_t k_offset = offset_of(k_.op.k_cache), v_offset = offset_of(k_.op.v_cache);
