@@ -16,7 +16,7 @@ struct Entry {
   const char* op;
   ProblemPtr (*make)(const CaseLine&, const OpContext&);
 };
-constexpr std::array<Entry, 10> kEntries = {{{"rms_norm", make_rms_norm},
+constexpr std::array<Entry, 11> kEntries = {{{"rms_norm", make_rms_norm},
                                              {"rope", make_rope},
                                              {"kv_append", make_kv_append},
                                              {"kv_gather", make_kv_gather},
@@ -25,7 +25,8 @@ constexpr std::array<Entry, 10> kEntries = {{{"rms_norm", make_rms_norm},
                                              {"attention_prefill", make_attention_prefill},
                                              {"mla_decode", make_mla_decode},
                                              {"merge_state", make_merge_state},
-                                             {"mla_layer", make_mla_layer}}};
+                                             {"mla_layer", make_mla_layer},
+                                             {"linear", make_linear}}};
 
 }  // namespace
 

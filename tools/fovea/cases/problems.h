@@ -17,5 +17,6 @@ ProblemPtr make_paged_attention(const CaseLine& line, const OpContext& ctx);
 ProblemPtr make_gqa_append(const CaseLine& line, const OpContext& ctx);
 ProblemPtr make_attention_prefill(const CaseLine& line, const OpContext& ctx);
 ProblemPtr make_mla_layer(const CaseLine& line, const OpContext& ctx);
+ProblemPtr make_linear(const CaseLine& line, const OpContext& ctx);
 
 }  // namespace fovea::cases

@@ -175,6 +175,19 @@ void fill_attention_prefill(CaseLine& line, Random& random) {
   if (random.chance(0.5)) line.set("padding", random.integer(1, 4));
 }
 
+void fill_linear(CaseLine& line, Random& random) {
+  line.set("tokens", length(random, 0, 70)).set("bias", random.integer(0, 1));
+  if (random.chance(0.5)) {
+    line.set("in", length(random, 1, 600)).set("out", length(random, 1, 300));
+    return;
+  }
+  constexpr std::array<std::int64_t, 5> kGroups = {0, 1, 48, 64, 128};
+  const auto group = [&] { return kGroups[static_cast<std::size_t>(random.integer(0, 4))]; };
+  line.set("in", random.chance(0.5) ? 64 * random.integer(1, 9) : length(random, 1, 600));
+  line.set("out", length(random, 1, 300)).set("weight", std::string("fp8"));
+  line.set("group_out", group()).set("group_in", group());
+}
+
 void fill_mla_layer(CaseLine& line, Random& random) {
   const auto requests = static_cast<std::size_t>(random.integer(1, 4));
   line.set("hidden", 16 * random.integer(1, 12)).set("heads", random.integer(1, 8));
@@ -205,6 +218,8 @@ CaseLine random_case(const std::string& op, DType dtype, std::uint64_t seed) {
     fill_attention_prefill(line, random);
   } else if (op == "mla_layer") {
     fill_mla_layer(line, random);
+  } else if (op == "linear") {
+    fill_linear(line, random);
   } else if (op == "kv_append" || op == "kv_gather") {
     fill_cache_op(line, random);
   } else {
