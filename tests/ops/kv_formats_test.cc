@@ -169,20 +169,29 @@ TEST_P(KvFormats, QuantisedQueriesMeetQuantisedKeys) {  // F167, F159
 
 enum class Path { decode, paged_prefill, new_tokens_beside };
 
+struct HeadDims {
+  std::int64_t qk, v;
+};
+constexpr HeadDims kOddDims{40, 24};
+/// What kernels are written for.
+constexpr HeadDims kUsualDims[] = {{64, 64}, {128, 128}};
+
 /// Grouped queries over paged keys and values in `name`; with Path::new_tokens_beside the query
 /// tokens' own come unquantised, and their stored rows are NaN.
 class GqaFormatProblem {
  public:
-  static constexpr std::int64_t kHeads = 6, kKvHeads = 2, kQk = 40, kV = 24;
+  static constexpr std::int64_t kHeads = 6, kKvHeads = 2;
 
-  GqaFormatProblem(std::string_view name, std::int64_t block_size, Path path, DType dtype)
+  GqaFormatProblem(std::string_view name, std::int64_t block_size, Path path, DType dtype,
+                   const HeadDims& dims = kOddDims)
       : path_(path),
-        keys_(heads_format(name, kKvHeads, kQk, 0.5f), block_size, owned(path), 11),
-        values_(heads_format(name, kKvHeads, kV, 0.25f), block_size, owned(path), 11),
-        q_(dtype, {kTokens, kHeads, kQk}),
-        new_k_(dtype, {kTokens, kKvHeads, kQk}),
-        new_v_(dtype, {kTokens, kKvHeads, kV}),
-        out_(dtype, {kTokens, kHeads, kV}) {
+        dims_(dims),
+        keys_(heads_format(name, kKvHeads, dims.qk, 0.5f), block_size, owned(path), 11),
+        values_(heads_format(name, kKvHeads, dims.v, 0.25f), block_size, owned(path), 11),
+        q_(dtype, {kTokens, kHeads, dims.qk}, kGap, kGap),
+        new_k_(dtype, {kTokens, kKvHeads, dims.qk}),
+        new_v_(dtype, {kTokens, kKvHeads, dims.v}),
+        out_(dtype, {kTokens, kHeads, dims.v}, kGap, kGap) {
     fill_normal(q_, 1, 0.5);
     fill_normal(new_k_, 2);
     fill_normal(new_v_, 3);
@@ -191,6 +200,10 @@ class GqaFormatProblem {
   PagedKv paged() const { return {&keys_.cache(), &values_.cache(), keys_.table(), kKvHeads}; }
   const PaddedTensor& q() const { return q_; }
   const PaddedTensor& out() const { return out_; }
+  /// The codes of head `head` of a key's values; of formats without scales.
+  std::byte* value_codes(std::int64_t request, std::int64_t key, std::int64_t head) const {
+    return values_.bytes(request, key).data() + head * dims_.v;
+  }
   TensorView new_k() const {
     return path_ == Path::new_tokens_beside ? new_k_.view() : TensorView();
   }
@@ -223,8 +236,8 @@ class GqaFormatProblem {
            .num_keys = kSeqLens[r],
            .num_heads = kHeads,
            .num_kv_heads = kKvHeads,
-           .qk_dim = kQk,
-           .v_dim = kV,
+           .qk_dim = dims_.qk,
+           .v_dim = dims_.v,
            .sm_scale = static_cast<double>(sm_scale),
            .q = to_doubles(q_.view().slice(0, kQueryStart[r], kQueryStart[r + 1])),
            .k = k,
@@ -235,6 +248,8 @@ class GqaFormatProblem {
   }
 
  private:
+  static constexpr std::int64_t kGap = 8;  // Rows stay multiples of 16 bytes in 16-bit dtypes.
+
   static std::vector<OwnedKeys> owned(Path path) {
     std::vector<OwnedKeys> keys = kAllKeys;
     if (path != Path::new_tokens_beside) return keys;
@@ -243,6 +258,7 @@ class GqaFormatProblem {
   }
 
   Path path_;
+  HeadDims dims_;
   StoredRows keys_, values_;
   PaddedTensor q_, new_k_, new_v_, out_;
 };
@@ -293,6 +309,46 @@ TEST_P(GroupedKvFormats, GroupedQueriesEqualTheStoredValues) {
         }
         EXPECT_TRUE(
             rows_close(problem.expected(kScale), problem.out(), attention_tolerance(dtype())));
+      }
+    }
+  }
+}
+
+TEST_P(GroupedKvFormats, HeadsOfUsualWidthsEqualTheStoredValues) {
+  constexpr float kScale = 0.1f;
+  for (const std::string_view name : kv_format_names()) {
+    if (name == "fp8_ds_mla") continue;
+    for (const HeadDims& dims : kUsualDims) {
+      for (const std::int64_t block_size : {3, 64}) {
+        SCOPED_TRACE(std::string(name) + " in blocks of " + std::to_string(block_size) + ", " +
+                     std::to_string(dims.v) + " channels");
+        const GqaFormatProblem problem(name, block_size, Path::decode, dtype(), dims);
+        run_decode(problem, kScale);
+        EXPECT_TRUE(
+            rows_close(problem.expected(kScale), problem.out(), attention_tolerance(dtype())));
+      }
+    }
+  }
+}
+
+TEST_P(GroupedKvFormats, ANaNCodeReachesOnlyQueriesThatSeeIt) {  // B050
+  constexpr std::int64_t kChannel = 21, kHead = 1;
+  for (const HeadDims& dims : kUsualDims) {
+    const GqaFormatProblem problem("fp8_e4m3", 64, Path::decode, dtype(), dims);
+    run_decode(problem, 0.1f);
+    const std::vector<double> clean = to_doubles(problem.out());
+    // The last key of a request, which its last query token alone sees.
+    problem.value_codes(0, kSeqLens[0] - 1, kHead)[kChannel] = std::byte{0x7f};
+    run_decode(problem, 0.1f);
+    const std::vector<double> got = to_doubles(problem.out());
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      const auto at = static_cast<std::int64_t>(i);
+      const std::int64_t token = at / (dims.v * GqaFormatProblem::kHeads);
+      const std::int64_t head = at / dims.v % GqaFormatProblem::kHeads / 3;
+      if (token == kQueryLens[0] - 1 && head == kHead && at % dims.v == kChannel) {
+        EXPECT_TRUE(std::isnan(got[i])) << "element " << i;
+      } else {
+        EXPECT_EQ(clean[i], got[i]) << "element " << i;
       }
     }
   }
