@@ -16,8 +16,8 @@ namespace fovea::cuda::mla {
 template <typename Format>
 __device__ void load_quantized(const KernelParams& k, const Job& job, std::int32_t request,
                                QuantizedMemory<Format>& s,
-                               RingPosition<QuantizedMemory<Format>::kSlots>& ring,
-                               std::uint64_t policy) {
+                               std::uint32_t& place) {
+  using Memory = QuantizedMemory<Format>;
   constexpr int kPieces = Format::kRowBytes / 8;
   const int thread = threadIdx.x % 128;
   const int lane = thread % 32;
@@ -30,32 +30,34 @@ __device__ void load_quantized(const KernelParams& k, const Job& job, std::int32
     return cache + __ldg(blocks + at / block_size) * k.op.cache_block_stride +
            static_cast<std::int64_t>(at % block_size) * k.op.cache_row_stride;
   };
-  for (std::int32_t tile = job.tile_begin; tile < job.tile_end; ++tile) {
+  for (std::int32_t tile = job.tile_begin; tile < job.tile_end; ++tile, ++place) {
     const std::int32_t first = tile * kKeyTile;
     const std::int32_t keys = min(kKeyTile, job.seq_len - first);
-    const std::uint32_t full = ptx::shared_address(&s.full[ring.slot]);
-    const std::uint32_t to = ptx::shared_address(s.ring[ring.slot]);
+    const std::uint32_t slot = place % Memory::kSlots;
+    const std::uint32_t full = ptx::shared_address(&s.full[place % Memory::kArrivals]);
+    const std::uint32_t to = ptx::shared_address(s.ring[slot]);
+    const auto wait_for_slot = [&] {
+      ptx::wait_for_previous_kernel();
+      ptx::mbarrier_wait(ptx::shared_address(&s.empty[slot]), (place / Memory::kSlots & 1) ^ 1);
+    };
     if (k.bulk_rows) {
       // Asked for before the slot is free, so that the table's answer is here by then.
       const int boxes = (keys + box_rows - 1) / box_rows;
-      const std::uint8_t* row[2] = {};
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (lane + 32 * i < boxes) row[i] = row_of(first + (lane + 32 * i) * box_rows);
-      }
-      ptx::wait_for_previous_kernel();
-      ptx::mbarrier_wait(ptx::shared_address(&s.empty[ring.slot]), ring.parity ^ 1);
+      const std::uint8_t* row = lane < boxes ? row_of(first + lane * box_rows) : nullptr;
+      wait_for_slot();
       const std::uint32_t box_bytes = box_rows * Format::kRowBytes;
       if (lane == 0) ptx::mbarrier_arrive_expect(full, boxes * box_bytes);
       __syncwarp();
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int box = lane + 32 * i;
-        if (box < boxes) ptx::load_bytes(to + box * box_bytes, row[i], box_bytes, full, policy);
+      const auto policy = ptx::make_l2_policy(k.geometry.row_tiles_per_group == 1
+                                                  ? ptx::L2Policy::evict_first
+                                                  : ptx::L2Policy::evict_normal);
+#pragma unroll 1
+      for (int box = lane; box < boxes; box += 32) {
+        if (box >= 32) row = row_of(first + box * box_rows);
+        ptx::load_bytes(to + box * box_bytes, row, box_bytes, full, policy);
       }
     } else {
-      ptx::wait_for_previous_kernel();
-      ptx::mbarrier_wait(ptx::shared_address(&s.empty[ring.slot]), ring.parity ^ 1);
+      wait_for_slot();
 #pragma unroll 1
       for (std::int32_t i = thread; i < keys * kPieces; i += 128) {
         const std::int32_t key = i / kPieces, piece = i % kPieces;
@@ -63,7 +65,6 @@ __device__ void load_quantized(const KernelParams& k, const Job& job, std::int32
       }
       ptx::arrive_after_copies(full);
     }
-    ring.advance(1);
   }
 }
 
@@ -72,7 +73,7 @@ template <typename Format>
 __device__ __forceinline__ void compute(const KernelParams& k, QuantizedMemory<Format>& s) {
   const Job& job = s.handover.job;
   auto& walk = *reinterpret_cast<JobWalk*>(s.walk);
-  constexpr int kSlots = QuantizedMemory<Format>::kSlots;
+  using Memory = QuantizedMemory<Format>;
   ptx::wait_for_previous_kernel();
   for (;;) {
     ptx::named_barrier(kComputeBarrier, kComputeThreads);  // The job before is done with.
@@ -89,35 +90,43 @@ __device__ __forceinline__ void compute(const KernelParams& k, QuantizedMemory<F
     load_query_scaled<Format>(k, job, s);
     ptx::named_barrier(kComputeBarrier, kComputeThreads);
 
-    QuantizedOutputs out;
+    TeamOutputs out;
 #pragma unroll
-    for (int i = 0; i < kChunksPerOutput; ++i) {
+    for (int i = 0; i < kTeamTiles; ++i) {
 #pragma unroll
       for (int e = 0; e < kQuantizedRows / 2; ++e) out[i][e] = 0.f;
     }
     const TeamPlace at;
     TeamScores<Format> scores(k, at, s);
     const TeamValues<Format> values(at);
-    const std::uint32_t to_place = s.tiles_before - job.tile_begin;
-    const std::int32_t end = job.tile_end;
-    for (std::int32_t tile = job.tile_begin + at.team; tile < end; tile += kTeams) {
-      const std::uint32_t place = to_place + tile;
-      const std::uint32_t slot = place % kSlots;
+    const std::uint32_t begin = s.tiles_before;
+    const std::uint32_t end = begin + (job.tile_end - job.tile_begin);
+    // The team's own places, whatever the jobs.
+    for (std::uint32_t place = begin + (at.team + kTeams - begin % kTeams) % kTeams; place < end;
+         place += kTeams) {
+      const std::uint32_t slot = place % Memory::kSlots;
+      const int turn = place / kTeams % 2;
       std::uint8_t* raw = s.ring[slot];
-      std::uint8_t* p = s.p[at.team][tile / kTeams % 2];
+      std::uint8_t* p = s.p[at.team][turn];
+      __half* ratio = s.ratio[at.team][turn];
       typename TeamScores<Format>::Queries queries;
 #pragma unroll
-      for (int n = 0; n < scores.kAhead; ++n) scores.load_queries(n, queries);
-      ptx::mbarrier_wait(ptx::shared_address(&s.full[slot]), place / kSlots % 2);
-      if (scores.tile(raw, queries, tile, p)) scale_outputs(s.factor[at.team], at.c, out);
-      values.add(raw, p, out);
+      for (int n = 0; n < scores.kAhead; ++n) scores.load_queries(n, queries[n]);
+      ptx::mbarrier_wait(ptx::shared_address(&s.full[place % Memory::kArrivals]),
+                         place / Memory::kArrivals % 2);
+      const std::int32_t tile = job.tile_begin + static_cast<std::int32_t>(place - begin);
+      if (scores.tile(raw, queries, tile, p, ratio)) {
+        scale_outputs(s.factor[at.team], at.c, out);
+      }
+      values.add(raw, p, ratio, out);
       __syncwarp();
       if (at.lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&s.empty[slot]));
     }
     scores.publish();
-    merge_teams<Format>(k, at, s, out);
-    if (at.team == 0) {
-      finish<kQuantizedRows, QuantizedOrder<Format>>(k, s.handover, out, [] {});
+    OutputFragment<kQuantizedRows> merged;
+    merge_teams<Format>(k, at, s, out, merged);
+    if (threadIdx.x < kOutputThreads) {
+      finish<kQuantizedRows, QuantizedOrder<Format>>(k, s.handover, merged, [] {});
     }
   }
 }
@@ -128,7 +137,6 @@ __global__ void __launch_bounds__(kQuantizedThreads, 1)
   extern __shared__ __align__(1024) std::uint8_t shared_bytes[];
   using Memory = QuantizedMemory<Format>;
   auto& s = *reinterpret_cast<Memory*>(shared_bytes);
-  constexpr int kSlots = Memory::kSlots;
 
   const int row_tiles = k.geometry.row_tiles_per_group;
   const int splits = k.geometry.splits_per_group;
@@ -139,8 +147,12 @@ __global__ void __launch_bounds__(kQuantizedThreads, 1)
 
   // As in mla_decode_kernel: what is older than the kernel before may be read before the wait.
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kSlots; ++i) {
+#pragma unroll 1
+    for (int i = 0; i < Memory::kArrivals; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&s.full[i]), k.bulk_rows ? 1 : 128);
+    }
+#pragma unroll 1
+    for (int i = 0; i < Memory::kSlots; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&s.empty[i]), kTeamWarps);
     }
     s.handover.init(splits, kTeamThreads);
@@ -169,12 +181,10 @@ __global__ void __launch_bounds__(kQuantizedThreads, 1)
     }
     JobWalk walk(k, group, kQuantizedRows, row_tile, split);
     Job job;
-    RingPosition<kSlots> ring;
-    const std::uint64_t policy = ptx::make_l2_policy(row_tiles == 1 ? ptx::L2Policy::evict_first
-                                                                    : ptx::L2Policy::evict_normal);
+    std::uint32_t place = 0;
     while (walk.next(job)) {
       if (loader == 0 || !k.bulk_rows) {
-        load_quantized<Format>(k, job, walk.request(), s, ring, policy);
+        load_quantized<Format>(k, job, walk.request(), s, place);
       }
     }
   }

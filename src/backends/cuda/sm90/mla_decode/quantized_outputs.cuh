@@ -7,26 +7,26 @@
 
 namespace fovea::cuda::mla {
 
-/// Each warp has 64 channels. M rows g and g + 8 are neighbouring ones.
+/// M rows g and g + 8 are neighbouring channels.
 template <typename Format>
 struct QuantizedOrder {
   static constexpr int kStep = 1;
   static constexpr int kFlight = 4;
   static __device__ int channel(int chunk, int warp, int g) {
-    return Format::channel(chunk / kChunksPerOutput * 4 + warp, chunk % kChunksPerOutput, g);
+    return Format::channel(warp, chunk, g);
   }
 };
 
-using QuantizedOutputs = OutputFragment<kQuantizedRows>;
+/// O^T of a warp: M tiles of [16 channels, 16 rows].
+using TeamOutputs = float[kTeamTiles][kQuantizedRows / 2];
 
 /// Multiplies the columns of `out` by `factor` [16].
-__device__ __forceinline__ void scale_outputs(const float* factor, int c,
-                                              QuantizedOutputs& out) {
+__device__ __forceinline__ void scale_outputs(const float* factor, int c, TeamOutputs& out) {
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     const float2 f = *reinterpret_cast<const float2*>(&factor[8 * j + 2 * c]);
 #pragma unroll
-    for (int i = 0; i < kChunksPerOutput; ++i) {
+    for (int i = 0; i < kTeamTiles; ++i) {
       out[i][4 * j] *= f.x;
       out[i][4 * j + 1] *= f.y;
       out[i][4 * j + 2] *= f.x;
@@ -38,86 +38,98 @@ __device__ __forceinline__ void scale_outputs(const float* factor, int c,
 /// The same at the end of a job, with the codes' units and offsets taken off.
 template <typename Format>
 __device__ __forceinline__ void finish_outputs(const float* factor, const float* offset, int c,
-                                               QuantizedOutputs& out) {
+                                               TeamOutputs& out) {
 #pragma unroll
   for (int e = 0; e < kQuantizedRows / 2; ++e) {
     const int row = e / 4 * 8 + 2 * c + e % 2;
     const float f = factor[row] * (e % 4 < 2 ? 1.f : Format::kSecondUnit);
 #pragma unroll
-    for (int i = 0; i < kChunksPerOutput; ++i) out[i][e] = fmaf(out[i][e], f, -offset[row]);
+    for (int i = 0; i < kTeamTiles; ++i) out[i][e] = fmaf(out[i][e], f, -offset[row]);
   }
 }
 
-/// A thread's operands of O^T [the warp's 64 channels, 16 rows] += V^T [64, 64 keys] P^T [64, 16].
+/// A thread's operands of O^T [warp's channels, rows] += V^T [channels, 64 keys] P^T [64, rows].
 template <typename Format>
 struct TeamValues {
   static constexpr int kBases = Format::kNextKey > 0 ? 1 : 2;
+  static constexpr int kTilesPerLoad = 2 * Format::kTilesPerWord;
   /// Where the first words of the keys at places 2 c and the next lie in a tile.
   int words[kBases];
-  int weights;        ///< Those in P; lane l addresses row l % 8 of matrix l / 8 (row block, keys).
+  int weights;  ///< Those in P; lane l addresses row l % 8 of matrix l / 8 (row block, keys).
+  int ratios;   ///< Of the warp's channels and keys 2 c and the next.
 
   __device__ explicit TeamValues(const TeamPlace& at) {
 #pragma unroll
     for (int e = 0; e < kBases; ++e) {
-      words[e] = kept(Format::key(at.c, e) * Format::kRowBytes +
-                      Format::value_byte(at.warp, at.g));
+      words[e] =
+          kept(Format::key(at.c, e) * Format::kRowBytes + Format::value_byte(at.warp, at.g));
     }
-    const int group = at.warp * Format::kGroups / kTeamWarps;
-    weights = kept((group * kQuantizedRows + at.lane / 16 * 8 + at.lane % 8) * 128 +
-                   (at.lane / 8 % 2 ^ at.lane % 8) * 16);
+    weights = kept((at.lane / 16 * 8 + at.lane % 8) * 128 + (at.lane / 8 % 2 ^ at.lane % 8) * 16);
+    ratios = at.warp * Format::kGroups / kTeamWarps * kKeyTile + 2 * at.c;
   }
 
   __device__ __forceinline__ void add(const std::uint8_t* raw, const std::uint8_t* p,
-                                      QuantizedOutputs& out) const {
+                                      const __half* ratio, TeamOutputs& out) const {
     const std::uint32_t operand = ptx::shared_address(p) + weights;
-#pragma unroll Format::kGroups == 1 ? 4 : 2
+#pragma unroll
     for (int step = 0; step < 4; ++step) {
       std::uint32_t b[4];
       ptx::load_matrices(b, operand ^ step * 32);
-      std::uint32_t words_of_key[4][Format::kValueWords];
+      if constexpr (Format::kGroups > 1) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int to_key = step * 16 + i / 2 * Format::kHighKey +
-                           (kBases == 1 ? i % 2 * Format::kNextKey : 0);
-        load_words<4 * Format::kValueWords>(
-            raw + words[i % kBases] + to_key * Format::kRowBytes, words_of_key[i]);
+        for (int i = 0; i < 4; ++i) {
+          const auto r =
+              *reinterpret_cast<const __half2*>(ratio + ratios + step * 16 + i % 2 * 8);
+          reinterpret_cast<__half2&>(b[i]) *= r;
+        }
       }
 #pragma unroll
-      for (int word = 0; word < Format::kValueWords; ++word) {
-        std::uint32_t key[4];
-        std::uint32_t a[Format::kTilesPerWord][4];
+      for (int load = 0; load < kTeamTiles / kTilesPerLoad; ++load) {
+        std::uint32_t word[4][2];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) key[i] = words_of_key[i][word];
-        Format::value_operands(key, a);
+        for (int i = 0; i < 4; ++i) {
+          const int to_key = step * 16 + i / 2 * Format::kHighKey +
+                             (kBases == 1 ? i % 2 * Format::kNextKey : 0);
+          load_words<8>(raw + words[i % kBases] + (to_key * Format::kRowBytes + load * 64),
+                        word[i]);
+        }
 #pragma unroll
-        for (int i = 0; i < Format::kTilesPerWord; ++i) {
-          float* to = out[word * Format::kTilesPerWord + i];
-          ptx::mma<__half>(to, a[i], b[0], b[1]);
-          ptx::mma<__half>(to + 4, a[i], b[2], b[3]);
+        for (int n = 0; n < 2; ++n) {
+          const std::uint32_t key[4] = {word[0][n], word[1][n], word[2][n], word[3][n]};
+          std::uint32_t a[Format::kTilesPerWord][4];
+          Format::value_operands(key, a);
+#pragma unroll
+          for (int i = 0; i < Format::kTilesPerWord; ++i) {
+            float* to = out[load * kTilesPerLoad + n * Format::kTilesPerWord + i];
+            ptx::mma<__half>(to, a[i], b[0], b[1]);
+            ptx::mma<__half>(to + 4, a[i], b[2], b[3]);
+          }
         }
       }
     }
   }
 };
 
-/// Adds the second team's outputs to the first's. Maxima and sums of the job go to the handover's
-/// message. Run by all teams once they have published theirs.
+/// Adds the teams' outputs up: the first half of the M tiles in team 0, the second in team 1, which
+/// store them as two output warpgroups do. Maxima and sums of the job go to the handover's message.
+/// Run by all teams once they have published theirs.
 template <typename Format>
 __device__ __forceinline__ void merge_teams(const KernelParams& k, const TeamPlace& at,
-                                            QuantizedMemory<Format>& s, QuantizedOutputs& out) {
-  static_assert(kTeams == 2 && sizeof(s.p) >= kTeamThreads * 2 * sizeof(float4) &&
-                sizeof(s.partial) >= kTeamThreads * 2 * sizeof(float4));
+                                            QuantizedMemory<Format>& s, TeamOutputs& out,
+                                            OutputFragment<kQuantizedRows>& merged) {
+  static_assert(kTeams == 3 && kTeamTiles == 2 * kChunksPerOutput);
+  static_assert(sizeof(s.q) >= 8 * kTeamThreads * sizeof(float4));
   ptx::named_barrier(kComputeBarrier, kComputeThreads);
   if (threadIdx.x < kQuantizedRows) {
     const int row = threadIdx.x;
-    const float max = fmaxf(s.team_max[0][row], s.team_max[1][row]);
+    float max = s.team_max[0][row];
+    for (int team = 1; team < kTeams; ++team) max = fmaxf(max, s.team_max[team][row]);
     float sum = 0.f;
-#pragma unroll
     for (int team = 0; team < kTeams; ++team) {
       const float weight = split_kv::merge_weight(s.team_max[team][row], max);
       s.factor[team][row] = weight * Format::kUnit * (Format::kKeyScales ? 1.f : k.op.cache_scale);
       float offset = 0.f;
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < kTeamWarps; ++i) {
         sum += weight * s.team_sum[team][i][row];
         if (Format::kLowOffset != 0.f) offset += weight * s.team_offset[team][i][row];
       }
@@ -129,28 +141,45 @@ __device__ __forceinline__ void merge_teams(const KernelParams& k, const TeamPla
   }
   ptx::named_barrier(kComputeBarrier, kComputeThreads);
   finish_outputs<Format>(s.factor[at.team], s.output_offset[at.team], at.c, out);
-  // Chunks take turns in two places: one is written again when the other has been passed on.
-  float4* const places[2] = {reinterpret_cast<float4*>(s.p), s.partial};
+  const bool second = at.team == 1;
 #pragma unroll
   for (int i = 0; i < kChunksPerOutput; ++i) {
-    float4* place = places[i % 2] + threadIdx.x % kTeamThreads;
-    if (at.team == 1) {
+#pragma unroll
+    for (int e = 0; e < kQuantizedRows / 2; ++e) {
+      merged[i][e] = second ? out[kChunksPerOutput + i][e] : out[i][e];
+      // What the other one of teams 0 and 1 wants, and the first of what team 2 gives.
+      if (second) out[kChunksPerOutput + i][e] = out[i][e];
+    }
+  }
+  // Two places in turn, [receiver][2 float4][thread]: one is written again when the other has been
+  // passed on.
+  auto* const places = reinterpret_cast<float4*>(s.q) + threadIdx.x % kTeamThreads;
+#pragma unroll
+  for (int turn = 0; turn < 2 * kChunksPerOutput; ++turn) {
+    const int i = turn / 2;
+    float4* const place = places + turn % 2 * (4 * kTeamThreads);
+    const auto give = [&](int receiver, const float* from) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        place[j * kTeamThreads] =
-            float4{out[i][4 * j], out[i][4 * j + 1], out[i][4 * j + 2], out[i][4 * j + 3]};
+        place[(receiver * 2 + j) * kTeamThreads] =
+            float4{from[4 * j], from[4 * j + 1], from[4 * j + 2], from[4 * j + 3]};
       }
+    };
+    if (turn % 2 == 0) {
+      if (at.team < 2) give(1 - at.team, out[kChunksPerOutput + i]);
+    } else if (at.team == 2) {
+      give(0, out[i]);
+      give(1, out[kChunksPerOutput + i]);
     }
     ptx::named_barrier(kComputeBarrier, kComputeThreads);
-    if (at.team == 0) {
+    if (at.team == 2) continue;
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float4 other = place[j * kTeamThreads];
-        out[i][4 * j] += other.x;
-        out[i][4 * j + 1] += other.y;
-        out[i][4 * j + 2] += other.z;
-        out[i][4 * j + 3] += other.w;
-      }
+    for (int j = 0; j < 2; ++j) {
+      const float4 other = place[(at.team * 2 + j) * kTeamThreads];
+      merged[i][4 * j] += other.x;
+      merged[i][4 * j + 1] += other.y;
+      merged[i][4 * j + 2] += other.z;
+      merged[i][4 * j + 3] += other.w;
     }
   }
 }
@@ -158,7 +187,7 @@ __device__ __forceinline__ void merge_teams(const KernelParams& k, const TeamPla
 /// Writes normalised outputs straight from the fragments: two neighbouring channels at a time.
 template <int kRows, typename Format>
 __device__ void store_output(QuantizedOrder<Format>, const KernelParams& k, const Job& job,
-                             const Handover<kRows>& s, const QuantizedOutputs& out) {
+                             const Handover<kRows>& s, const OutputFragment<kRows>& out) {
   const int thread = threadIdx.x % 128;
   const int g = thread % 32 / 4;
   const int c = thread % 4;

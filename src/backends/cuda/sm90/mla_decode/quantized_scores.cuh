@@ -86,35 +86,34 @@ __device__ void load_query_scaled(const KernelParams& k, const Job& job,
   }
 }
 
-/// A team's scores and softmax of one job, as one thread keeps them. Maxima are of the team; the
-/// sums are over the thread's keys.
+/// A team's scores and softmax of one job, as one thread keeps them: of two keys of its warp's 16,
+/// at places g and g + 8, and of query rows 2 c, 2 c + 1, 8 + 2 c and 9 + 2 c, [block of 8][2].
+/// Maxima are of the team; the sums are over the thread's keys.
 template <typename Format>
 struct TeamScores {
   using Memory = QuantizedMemory<Format>;
+  using Scores = float[2][4];   ///< [block of rows][2 * key + row]
+  using Columns = float[2][2];  ///< Of each query row.
   static constexpr float kNothing = -1e30f;  ///< A reference maximum before the first visible key.
 
   const KernelParams& k;
   Memory& s;
   const TeamPlace& at;
-  /// The thread's first key, the second being kHighKey further on, and where the first lies in a
-  /// tile: its scales, its latent and its rope channels.
-  const int key0 = at.keys * 16 + Format::key(at.g / 2, at.g % 2);
+  /// The thread's first key, the second being kHighKey further on, and where the first and its
+  /// latent channels lie in a tile.
+  const int key0 = at.warp * 16 + Format::key(at.g / 2, at.g % 2);
   const int row = kept(key0 * Format::kRowBytes);
-  const int latent = kept(row + Format::latent_byte(at.half, at.c));
-  const int rope = kept(row + Format::rope_byte(at.half, at.c));
-  /// Of queries; lane l addresses row l % 8 of matrix l / 8 (row block, half of a k16 step). The
-  /// block of rows that the warp owns comes first.
+  const int latent = kept(row + Format::latent_byte(at.c));
+  /// Of queries; lane l addresses row l % 8 of matrix l / 8 (row block, half of a k16 step).
   const std::uint32_t q = kept(ptx::shared_address(s.q) +
-                               ((at.lane / 16 ^ at.half) * 8 + at.lane % 8) * kQueryStride +
-                               at.lane / 8 % 2 * 16 + at.half * 512);
-  /// Of the thread's weights in P; lane l addresses row l % 8 of matrix l / 8 (keys).
-  const int weights = kept((at.half * 8 + at.lane % 8) * 128 +
-                           ((at.keys * 2 + at.lane / 8 % 2) ^ at.lane % 8) * 16);
-  const int slot = at.team * kTeamThreads + at.warp * 32 + at.lane;  ///< In s.partial.
-  /// Reference maxima (log2 units) and sums of the thread's columns.
-  float max0 = kNothing, max1 = kNothing;
-  float sum0 = 0.f, sum1 = 0.f;
-  float offset0 = 0.f, offset1 = 0.f;  ///< Of outputs: what the codes' offsets have added.
+                               (at.lane / 16 * 8 + at.lane % 8) * kQueryStride +
+                               at.lane / 8 % 2 * 16);
+  /// Of the thread's weights in P; lane l addresses row l % 8 of matrix l / 8 (row block, keys).
+  const int weights = kept((at.lane / 16 * 8 + at.lane % 8) * 128 +
+                           ((at.warp * 2 + at.lane / 8 % 2) ^ at.lane % 8) * 16);
+  Columns max = {{kNothing, kNothing}, {kNothing, kNothing}};  ///< References, log2 units.
+  Columns sum = {};
+  Columns offset = {};  ///< Of outputs: what the codes' offsets have added.
 
   __device__ TeamScores(const KernelParams& k, const TeamPlace& at, Memory& s)
       : k(k), s(s), at(at) {}
@@ -122,51 +121,55 @@ struct TeamScores {
   /// Queries' operands on their way: those of kAhead k16 steps.
   static constexpr int kAhead = Format::kGroups == 1 ? 3 : 2;
   using Queries = std::uint32_t[kAhead][4];
-  static constexpr int kRopeSteps = 2;
-  static constexpr int kSteps = kRopeSteps + 16;  ///< Of a warp: its rope and its latent channels.
+  static constexpr int kRopeSteps = kRope / 16;
+  static constexpr int kSteps = kRopeSteps + kLatent / 16;
 
   /// Asks for the queries of step `step`, 0 to kSteps - 1: rope channels come first.
-  __device__ __forceinline__ void load_queries(int step, Queries& queries) const {
-    ptx::load_matrices(queries[step % kAhead], step < kRopeSteps
-                                                   ? q + (1024 - at.half * 448) + step * 32
-                                                   : q + (step - kRopeSteps) * 32);
+  __device__ __forceinline__ void load_queries(int step, std::uint32_t (&to)[4]) const {
+    ptx::load_matrices(to, q + (step < kRopeSteps ? 2 * kLatent + step * 32
+                                                  : (step - kRopeSteps) * 32));
   }
 
-  /// S^T of the warp's keys [16] and channels and all rows [16], the warp's own 8 first, with the
-  /// keys' scales. The first queries are on their way.
+  /// S^T of the warp's keys [16] and all rows [16], with the keys' scales. The first queries are on
+  /// their way.
   __device__ __forceinline__ void scores(const std::uint8_t* raw, Queries& queries,
-                                         float (&score)[2][4]) const {
-    constexpr int kChunks = 4;  // Latent ones.
-    constexpr int kChunksOfScale = 8 / Format::kGroups < kChunks ? 8 / Format::kGroups : kChunks;
+                                         Scores& score) const {
+    constexpr int kChunks = kLatent / 64;
+    constexpr int kChunksOfScale = kChunks / Format::kGroups;
     constexpr int kToSecond = Format::kHighKey * Format::kRowBytes;
     std::uint32_t word[2][2][Format::kChunkWords];  // Of a chunk and the next.
-    const auto load_chunk = [&](int n) {
-      Format::load_latent(raw + latent, n, word[n % 2][0]);
-      Format::load_latent(raw + latent + kToSecond, n, word[n % 2][1]);
+    const auto load_chunk = [&](int n, int place) {
+      Format::load_latent(raw + latent, n, word[place % 2][0]);
+      Format::load_latent(raw + latent + kToSecond, n, word[place % 2][1]);
     };
-    const auto add_products = [&]<typename T>(T, int step, const std::uint32_t(&a)[4],
-                                              float(&sum)[2][4]) {
-      const std::uint32_t(&b)[4] = queries[step % kAhead];
+    const auto add_products = [&]<typename T>(T, int step, int place, const std::uint32_t(&a)[4],
+                                              Scores& sum) {
+      std::uint32_t(&b)[4] = queries[place % kAhead];
       ptx::mma<T>(sum[0], a, b[0], b[1]);
       ptx::mma<T>(sum[1], a, b[2], b[3]);
-      if (step + kAhead < kSteps) load_queries(step + kAhead, queries);
+      if (step + kAhead < kSteps) load_queries(step + kAhead, b);
     };
 
-    std::uint32_t rope_word[2][Format::kRopeWords];
-    Format::load_rope(raw + rope, rope_word[0]);
-    Format::load_rope(raw + rope + kToSecond, rope_word[1]);
-    load_chunk(0);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) score[j][e] = 0.f;
     }
+    std::uint32_t rope_word[2][2][Format::kRopeWords];  // Of both halves.
+    const auto load_rope = [&](int half) {
+      const std::uint8_t* from = raw + row + Format::rope_byte(half, at.c);
+      Format::load_rope(from, rope_word[half][0]);
+      Format::load_rope(from + kToSecond, rope_word[half][1]);
+    };
+    load_rope(0);
 #pragma unroll
     for (int step = 0; step < kRopeSteps; ++step) {
+      if (step == 0) load_rope(1);
+      if (step == 2) load_chunk(0, 0);
       std::uint32_t a[4];
-      Format::rope_operand(rope_word, step, a);
+      Format::rope_operand(rope_word[step / 2], step % 2, a);
       using Rope = std::conditional_t<Format::kBf16Rope, __nv_bfloat16, __half>;
-      add_products(Rope{}, step, a, score);
+      add_products(Rope{}, step, step, a, score);
     }
     if constexpr (Format::kKeyScales && !Format::kBf16Rope) {
       const float scale0 = Format::rope_scale(row0(raw)), scale1 = Format::rope_scale(row1(raw));
@@ -176,24 +179,23 @@ struct TeamScores {
         for (int e = 0; e < 4; ++e) score[j][e] *= e < 2 ? scale0 : scale1;
       }
     }
-#pragma unroll
+#pragma unroll 1  // Several groups at once would take too many registers.
     for (int n = 0; n < kChunks; n += kChunksOfScale) {
-      float part[2][4] = {};
+      Scores part = {};
 #pragma unroll
-      for (int i = n; i < n + kChunksOfScale; ++i) {
+      for (int i = 0; i < kChunksOfScale; ++i) {
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
           std::uint32_t a[4];
           Format::score_operand(word[i % 2], step, a);
-          if (step == 1 && i + 1 < kChunks) load_chunk(i + 1);
-          add_products(__half{}, kRopeSteps + 4 * i + step, a,
+          if (step == 1 && n + i + 1 < kChunks) load_chunk(n + i + 1, i + 1);
+          add_products(__half{}, kRopeSteps + 4 * (n + i) + step, kRopeSteps + 4 * i + step, a,
                        Format::kKeyScales ? part : score);
         }
       }
       if constexpr (Format::kKeyScales) {
-        const int group = at.half * (Format::kGroups / 2) + n / kChunksOfScale;
-        const float scale0 = Format::latent_scale(row0(raw), group);
-        const float scale1 = Format::latent_scale(row1(raw), group);
+        const float scale0 = Format::latent_scale(row0(raw), n / kChunksOfScale);
+        const float scale1 = Format::latent_scale(row1(raw), n / kChunksOfScale);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
 #pragma unroll
@@ -211,27 +213,17 @@ struct TeamScores {
     return raw + row + Format::kHighKey * Format::kRowBytes;
   }
 
-  /// The pair's warps add what the other one has of their own columns.
-  __device__ __forceinline__ void exchange(const float (&score)[2][4], float (&own)[4]) const {
-    s.partial[slot] = float4{score[1][0], score[1][1], score[1][2], score[1][3]};
-    ptx::named_barrier(kPairBarrier + at.team * 4 + at.keys, 64);
-    const float4 other = s.partial[slot ^ 128];
-    own[0] = score[0][0] + other.x;
-    own[1] = score[0][1] + other.y;
-    own[2] = score[0][2] + other.z;
-    own[3] = score[0][3] + other.w;
-  }
-
   __device__ __forceinline__ void team_barrier() const {
     ptx::named_barrier(kTeamBarrier + at.team, kTeamThreads);
   }
 
-  /// Zeros keys of the pair that no row sees, and those that only some see if they hold a NaN: for
+  /// Zeros the warp's keys that no row sees, and those that only some see if they hold a NaN: for
   /// the others 0 * NaN would spoil the output. Rows that see such a key have a NaN in its weight.
   __device__ __forceinline__ void clean_keys(std::uint8_t* raw, std::int32_t first_key) const {
+    __syncwarp();  // All lanes have their scores.
 #pragma unroll 1
-    for (int i = 0; i < 8; ++i) {
-      const int key = at.keys * 16 + at.half * 8 + i;
+    for (int i = 0; i < 16; ++i) {
+      const int key = at.warp * 16 + i;
       const std::int32_t position = first_key + key;
       if (position >= s.visible.common_begin && position < s.visible.common_end) continue;
       auto* piece = reinterpret_cast<uint4*>(raw + key * Format::kRowBytes) + at.lane;
@@ -250,23 +242,27 @@ struct TeamScores {
     ptx::fence_async_proxy();  // A later tile comes to the same place.
   }
 
-  __device__ __forceinline__ void mask(float (&own)[4], std::int32_t first_key) const {
+  __device__ __forceinline__ void mask(Scores& score, std::int32_t first_key) const {
     const std::int32_t window = k.op.window_left;
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      const std::int32_t position =
-          s.visible.first_position + s.query_of_row[at.column + b];
-      const std::int32_t begin = window < 0 ? 0 : position - window;
-      const std::int32_t end = k.op.causal ? position + 1 : s.handover.job.seq_len;
-      const std::int32_t a = first_key + key0, z = a + Format::kHighKey;
-      if (a < begin || a >= end) own[b] = -INFINITY;
-      if (z < begin || z >= end) own[2 + b] = -INFINITY;
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        const std::int32_t position =
+            s.visible.first_position + s.query_of_row[8 * j + 2 * at.c + b];
+        const std::int32_t begin = window < 0 ? 0 : position - window;
+        const std::int32_t end = k.op.causal ? position + 1 : s.handover.job.seq_len;
+        const std::int32_t a = first_key + key0, z = a + Format::kHighKey;
+        if (a < begin || a >= end) score[j][b] = -INFINITY;
+        if (z < begin || z >= end) score[j][2 + b] = -INFINITY;
+      }
     }
   }
 
   /// What a key's scales do to its weight, which is kept as 2^(score + log - max), log that of the
   /// largest scale, so that P, in f16, stays in range whatever the scales are; the weight without
-  /// scales is that times `inverse`.
+  /// scales is that times `inverse`. Where groups of channels have scales of their own, that of a
+  /// group times `inverse`, at most 1, multiplies weights on their way into O.
   struct KeyWeight {
     float log, inverse;
   };
@@ -285,147 +281,165 @@ struct TeamScores {
       return {0.f, 1.f};  // Outputs are multiplied at the end.
     }
   }
-  /// What weights are multiplied by to become those of a group of channels.
-  static __device__ __forceinline__ float ratio(const std::uint8_t* row, int group,
-                                                const KeyWeight& w, bool all_visible) {
-    if constexpr (Format::kGroups == 1) {
-      return 1.f;
-    } else {
-      const float r = Format::latent_scale(row, group) * w.inverse;
-      // Rows that see a key with a NaN have it in its weight, for the others 0 * NaN would spoil P.
-      return all_visible || fabsf(r) < 4.f ? r : 1.f;
-    }
+  /// Ratios of groups to the largest scale, to shared memory: lane c has group c of its keys.
+  __device__ __forceinline__ void store_ratios(const std::uint8_t* raw, const KeyWeight& w0,
+                                               const KeyWeight& w1, bool all_visible,
+                                               __half* to) const {
+    static_assert(Format::kGroups == 4);
+    const auto ratio = [&](const std::uint8_t* row, const KeyWeight& w) {
+      const float r = Format::latent_scale(row, at.c) * w.inverse;
+      // Rows that see a key with a NaN have it in its weight, for the others 0 * NaN would spoil O.
+      return __float2half_rn(all_visible || fabsf(r) < 4.f ? r : 1.f);
+    };
+    to[at.c * kKeyTile + at.warp * 16 + at.g] = ratio(row0(raw), w0);
+    to[at.c * kKeyTile + at.warp * 16 + at.g + 8] = ratio(row1(raw), w1);
   }
 
-  /// P of the thread's keys and columns against the reference maxima, to shared memory; p is
-  /// unscaled, `rounded` what was stored last, the columns of one key and of the other. Whether a
-  /// score is so far above them that they must be raised first.
-  __device__ __forceinline__ bool weigh(const std::uint8_t* raw, bool all_visible,
-                                        const float (&own)[4], const KeyWeight& w0,
-                                        const KeyWeight& w1, std::uint8_t* to, float (&p)[4],
-                                        std::uint32_t (&rounded)[2]) const {
-    const float above[4] = {own[0] - max0, own[1] - max1, own[2] - max0, own[3] - max1};
+  /// P of the thread's keys and rows against the reference maxima, to shared memory, and `rounded`
+  /// as it is there. Whether a score is so far above them that they must be raised first.
+  __device__ __forceinline__ bool weigh(const Scores& score, std::uint8_t* to, Scores& p,
+                                        std::uint32_t (&rounded)[4]) const {
+    float highest = -INFINITY;
 #pragma unroll
-    for (int e = 0; e < 4; ++e) p[e] = exp2_approx(above[e]);
+    for (int j = 0; j < 2; ++j) {
 #pragma unroll
-    for (int i = 0; i < Format::kGroups; ++i) {
-      const float ratio0 = ratio(row0(raw), i, w0, all_visible);
-      const float ratio1 = ratio(row1(raw), i, w1, all_visible);
-      rounded[0] = pack<__half>(p[0] * ratio0, p[1] * ratio0);
-      rounded[1] = pack<__half>(p[2] * ratio1, p[3] * ratio1);
-      ptx::store_matrices_transposed(
-          ptx::shared_address(to) + (weights + i * kQuantizedRows * 128), rounded[0], rounded[1]);
+      for (int e = 0; e < 4; ++e) {
+        const float above = score[j][e] - max[j][e % 2];
+        highest = fmaxf(highest, above);
+        p[j][e] = exp2_approx(above);
+      }
+      rounded[2 * j] = pack<__half>(p[j][0], p[j][1]);
+      rounded[2 * j + 1] = pack<__half>(p[j][2], p[j][3]);
     }
-    return fmaxf(fmaxf(above[0], above[1]), fmaxf(above[2], above[3])) > kMaxLag;
+    ptx::store_matrices_transposed(ptx::shared_address(to) + weights, rounded[0], rounded[1],
+                                   rounded[2], rounded[3]);
+    return highest > kMaxLag;
   }
 
   /// Makes the true maxima the reference where that is far below; the team's outputs so far are to
   /// be multiplied by s.factor.
-  __device__ __forceinline__ void raise_maxima(const float (&own)[4]) {
-    float over_keys0 = fmaxf(own[0], own[2]), over_keys1 = fmaxf(own[1], own[3]);
+  __device__ __forceinline__ void raise_maxima(const Scores& score) {
+    Columns highest;
 #pragma unroll
-    for (int step = 4; step < 32; step *= 2) {
-      over_keys0 = fmaxf(over_keys0, __shfl_xor_sync(~0u, over_keys0, step));
-      over_keys1 = fmaxf(over_keys1, __shfl_xor_sync(~0u, over_keys1, step));
-    }
-    if (at.g == 0) {
-      *reinterpret_cast<float2*>(&s.warp_max[at.team][at.keys][at.column]) =
-          float2{over_keys0, over_keys1};
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        highest[j][b] = fmaxf(score[j][b], score[j][2 + b]);
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) {
+          highest[j][b] = fmaxf(highest[j][b], __shfl_xor_sync(~0u, highest[j][b], step));
+        }
+      }
+      if (at.g == 0) {
+        *reinterpret_cast<float2*>(&s.warp_max[at.team][at.warp][8 * j + 2 * at.c]) =
+            float2{highest[j][0], highest[j][1]};
+      }
     }
     team_barrier();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 other = *reinterpret_cast<const float2*>(&s.warp_max[at.team][i][at.column]);
-      over_keys0 = fmaxf(over_keys0, other.x);
-      over_keys1 = fmaxf(over_keys1, other.y);
-    }
-    const bool keep0 = over_keys0 <= max0 + kMaxLag, keep1 = over_keys1 <= max1 + kMaxLag;
-    const float factor0 = keep0 ? 1.f : exp2_approx(max0 - over_keys0);
-    const float factor1 = keep1 ? 1.f : exp2_approx(max1 - over_keys1);
-    if (!keep0) max0 = over_keys0;
-    if (!keep1) max1 = over_keys1;
-    sum0 *= factor0;
-    sum1 *= factor1;
-    offset0 *= factor0;
-    offset1 *= factor1;
-    if (at.keys == 0 && at.g == 0) {
-      *reinterpret_cast<float2*>(&s.factor[at.team][at.column]) = float2{factor0, factor1};
+    for (int j = 0; j < 2; ++j) {
+      float factor[2];
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        for (int i = 0; i < kTeamWarps; ++i) {
+          highest[j][b] = fmaxf(highest[j][b], s.warp_max[at.team][i][8 * j + 2 * at.c + b]);
+        }
+        const bool keep = highest[j][b] <= max[j][b] + kMaxLag;
+        factor[b] = keep ? 1.f : exp2_approx(max[j][b] - highest[j][b]);
+        if (!keep) max[j][b] = highest[j][b];
+        sum[j][b] *= factor[b];
+        offset[j][b] *= factor[b];
+      }
+      if (at.warp == 0 && at.g == 0) {
+        *reinterpret_cast<float2*>(&s.factor[at.team][8 * j + 2 * at.c]) =
+            float2{factor[0], factor[1]};
+      }
     }
   }
 
   /// S, softmax and P, to `to`, of the key tile `tile` in `raw`, with the first queries on their
   /// way. Afterwards, whether outputs are to be multiplied by s.factor first.
   __device__ __forceinline__ bool tile(std::uint8_t* raw, Queries& queries, std::int32_t tile,
-                                       std::uint8_t* to) {
-    float score[2][4], own[4];
+                                       std::uint8_t* to, __half* ratios) {
+    Scores score;
     scores(raw, queries, score);
-    exchange(score, own);
     const KeyWeight w0 = key_weight(row0(raw)), w1 = key_weight(row1(raw));
-    if constexpr (Format::kCodeOffset != 0.f) {
-      const float2 latent_offset = columns(s.offset[0]), rope_offset = columns(s.offset[1]);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const auto columns = [&](const float* of_rows) {
+        return *reinterpret_cast<const float2*>(of_rows + 8 * j + 2 * at.c);
+      };
+      const float2 units = columns(s.score_scale);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const std::uint8_t* row = e < 2 ? row0(raw) : row1(raw);
-        own[e] = fmaf(e % 2 == 0 ? latent_offset.x : latent_offset.y,
-                      Format::latent_scale(row, 0), own[e]);
-        own[e] = fmaf(e % 2 == 0 ? rope_offset.x : rope_offset.y, Format::rope_scale(row), own[e]);
+        if constexpr (Format::kCodeOffset != 0.f) {
+          const float2 latent = columns(s.offset[0]), rope = columns(s.offset[1]);
+          score[j][e] = fmaf(e % 2 == 0 ? latent.x : latent.y, Format::latent_scale(row, 0),
+                             score[j][e]);
+          score[j][e] = fmaf(e % 2 == 0 ? rope.x : rope.y, Format::rope_scale(row), score[j][e]);
+        }
+        score[j][e] =
+            fmaf(score[j][e], e % 2 == 0 ? units.x : units.y, e < 2 ? w0.log : w1.log);
       }
     }
-    const float2 units = columns(s.score_scale);
-    own[0] = fmaf(own[0], units.x, w0.log);
-    own[1] = fmaf(own[1], units.y, w0.log);
-    own[2] = fmaf(own[2], units.x, w1.log);
-    own[3] = fmaf(own[3], units.y, w1.log);
     const auto common = static_cast<std::uint32_t>(tile - s.first_common);
     const bool all_visible = common < static_cast<std::uint32_t>(s.num_common);
+    if constexpr (Format::kGroups > 1) store_ratios(raw, w0, w1, all_visible, ratios);
     if (!all_visible) {
       const std::int32_t first_key = tile * kKeyTile;
       if constexpr (Format::kMayBeNan) clean_keys(raw, first_key);
-      mask(own, first_key);
+      mask(score, first_key);
     }
-    float p[4];
-    std::uint32_t rounded[2];
-    const bool far = weigh(raw, all_visible, own, w0, w1, to, p, rounded);
+    Scores p;
+    std::uint32_t rounded[4];
+    const bool far = weigh(score, to, p, rounded);
     const bool raised = ptx::named_barrier_any(kTeamBarrier + at.team, kTeamThreads, far);
     if (raised) {
-      raise_maxima(own);
-      weigh(raw, all_visible, own, w0, w1, to, p, rounded);
+      raise_maxima(score);
+      weigh(score, to, p, rounded);
       team_barrier();
     }
-    sum0 += p[0] * w0.inverse + p[2] * w1.inverse;
-    sum1 += p[1] * w0.inverse + p[3] * w1.inverse;
-    if constexpr (Format::kLowOffset != 0.f) {
-      const float2 low = __half22float2(reinterpret_cast<const __half2&>(rounded[0]));
-      const float2 high = __half22float2(reinterpret_cast<const __half2&>(rounded[1]));
-      offset0 = fmaf(low.x, Format::kLowOffset, fmaf(high.x, Format::kHighOffset, offset0));
-      offset1 = fmaf(low.y, Format::kLowOffset, fmaf(high.y, Format::kHighOffset, offset1));
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int b = 0; b < 2; ++b) sum[j][b] += p[j][b] * w0.inverse + p[j][2 + b] * w1.inverse;
+      if constexpr (Format::kLowOffset != 0.f) {
+        const float2 low = __half22float2(reinterpret_cast<const __half2&>(rounded[2 * j]));
+        const float2 high = __half22float2(reinterpret_cast<const __half2&>(rounded[2 * j + 1]));
+        offset[j][0] +=
+            fmaf(low.x, Format::kLowOffset, high.x * Format::kHighOffset);
+        offset[j][1] +=
+            fmaf(low.y, Format::kLowOffset, high.y * Format::kHighOffset);
+      }
     }
     return raised;
-  }
-  /// What the thread's columns have.
-  __device__ __forceinline__ float2 columns(const float* of_rows) const {
-    return *reinterpret_cast<const float2*>(of_rows + at.column);
   }
 
   /// Maxima and sums of the job, for whoever merges the teams' results.
   __device__ __forceinline__ void publish() {
-    publish_sums(sum0, sum1, s.team_sum[at.team]);
-    if constexpr (Format::kLowOffset != 0.f) {
-      publish_sums(offset0, offset1, s.team_offset[at.team]);
-    }
-    if (at.keys == 0 && at.g == 0) {
-      *reinterpret_cast<float2*>(&s.team_max[at.team][at.column]) =
-          float2{max0 == kNothing ? -INFINITY : max0, max1 == kNothing ? -INFINITY : max1};
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int column = 8 * j + 2 * at.c;
+      publish_sums(sum[j], &s.team_sum[at.team][at.warp][column]);
+      if constexpr (Format::kLowOffset != 0.f) {
+        publish_sums(offset[j], &s.team_offset[at.team][at.warp][column]);
+      }
+      if (at.warp == 0 && at.g == 0) {
+        *reinterpret_cast<float2*>(&s.team_max[at.team][column]) =
+            float2{max[j][0] == kNothing ? -INFINITY : max[j][0],
+                   max[j][1] == kNothing ? -INFINITY : max[j][1]};
+      }
     }
   }
-  __device__ __forceinline__ void publish_sums(float a, float b,
-                                               float (&to)[4][kQuantizedRows]) const {
+  __device__ __forceinline__ void publish_sums(const float (&of_thread)[2], float* to) const {
+    float a = of_thread[0], b = of_thread[1];
 #pragma unroll
     for (int step = 4; step < 32; step *= 2) {
       a += __shfl_xor_sync(~0u, a, step);
       b += __shfl_xor_sync(~0u, b, step);
     }
-    if (at.g == 0) *reinterpret_cast<float2*>(&to[at.keys][at.column]) = float2{a, b};
+    if (at.g == 0) *reinterpret_cast<float2*>(to) = float2{a, b};
   }
 };
 

@@ -101,16 +101,15 @@ struct ByteLatents {
   static __device__ float query_factor(int) { return 1.f; }
   /// A lane reads 16 channels side by side of each chunk of a key.
   static constexpr int kChunkWords = 4;
-  /// Words of values that a lane takes of a key: 8 channels side by side of the warp's 64.
-  static constexpr int kValueWords = 2;
+  /// A lane takes two words of values of a key at a time, which are kTilesPerWord M tiles each.
   static constexpr int kTilesPerWord = 2;
 
   /// K position of channel x of a chunk of 64 latent channels.
   static __device__ int latent_position(int x) {
     return x % 16 / 4 * 16 + Codes::position(x / 16, x % 4);
   }
-  /// Where lane c's latents of a half of them begin in a row.
-  static __device__ int latent_byte(int half, int c) { return half * 256 + c * 16; }
+  /// Where lane c's latents begin in a row.
+  static __device__ int latent_byte(int c) { return c * 16; }
   static __device__ void load_latent(const std::uint8_t* from, int chunk,
                                      std::uint32_t (&word)[kChunkWords]) {
     load_words<kAlign>(from + chunk * 64, word);
@@ -124,10 +123,10 @@ struct ByteLatents {
   }
   /// Channel of row g of M tile `tile` of warp `warp`'s values; row g + 8 is the next one.
   static __device__ int channel(int warp, int tile, int g) {
-    return warp * 64 + g * 8 + tile * 2;
+    return warp * 128 + tile / 4 * 64 + g * 8 + tile % 4 * 2;
   }
-  /// Byte of a lane's first value word in a row.
-  static __device__ int value_byte(int warp, int g) { return warp * 64 + g * 8; }
+  /// Byte of a lane's first value words in a row.
+  static __device__ int value_byte(int warp, int g) { return warp * 128 + g * 8; }
   /// A operands of two M tiles from the words of 4 keys: [channel][key] out of [key][channel].
   static __device__ void value_operands(const std::uint32_t (&key)[4],
                                         std::uint32_t (&a)[kTilesPerWord][4]) {
@@ -240,7 +239,6 @@ struct Int4PerToken {
   static constexpr int kChunkWords = 2;
   static constexpr int kRopeWords = 1;
   static constexpr bool kBf16Rope = false;
-  static constexpr int kValueWords = 1;
   static constexpr int kTilesPerWord = 4;
 
   static constexpr float kUnit = 0x1p24f;
@@ -260,7 +258,7 @@ struct Int4PerToken {
     return half * 32 + n % 4 / 2 * 16 + n % 2 * 8 + 2 * c + n / 4;
   }
   static __device__ int rope_position(int x) { return latent_position(x); }
-  static __device__ int latent_byte(int half, int c) { return half * 128 + c * 4; }
+  static __device__ int latent_byte(int c) { return c * 4; }
   static __device__ int rope_byte(int half, int c) { return 256 + half * 16 + c * 4; }
   static __device__ void load_latent(const std::uint8_t* from, int chunk,
                                      std::uint32_t (&word)[kChunkWords]) {
@@ -282,8 +280,10 @@ struct Int4PerToken {
                                       std::uint32_t (&a)[4]) {
     score_operand(word, step, a);
   }
-  static __device__ int channel(int warp, int tile, int g) { return warp * 64 + g * 8 + tile * 2; }
-  static __device__ int value_byte(int warp, int g) { return warp * 32 + g * 4; }
+  static __device__ int channel(int warp, int tile, int g) {
+    return warp * 128 + g * 16 + tile * 2;
+  }
+  static __device__ int value_byte(int warp, int g) { return warp * 64 + g * 8; }
   static __device__ void value_operands(const std::uint32_t (&key)[4],
                                         std::uint32_t (&a)[kTilesPerWord][4]) {
 #pragma unroll
