@@ -122,14 +122,6 @@ __device__ __forceinline__ void store_matrices_transposed(std::uint32_t address,
       : "memory");
 }
 
-/// As above, two matrices: lanes 0 to 15 give addresses.
-__device__ __forceinline__ void store_matrices_transposed(std::uint32_t address, std::uint32_t a,
-                                                          std::uint32_t b) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address),
-               "r"(a), "r"(b)
-               : "memory");
-}
-
 /// Transposes an 8x8 matrix of 16-bit elements that lies across a warp.
 __device__ __forceinline__ std::uint32_t transpose_matrix(std::uint32_t fragment) {
   std::uint32_t out;

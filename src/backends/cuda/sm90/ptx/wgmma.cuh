@@ -149,41 +149,4 @@ __device__ __forceinline__ void wgmma(float (&d)[kColumns / 2], std::uint64_t a,
   }
 }
 
-/// As above, with A in registers, f16: thread t holds, of its rows g and g + 8, a[0] and a[1] at K
-/// 2 c and the next, a[2] and a[3] at 2 c + 8 and the next.
-template <int kColumns>
-__device__ __forceinline__ void wgmma_a_in_registers(float (&d)[kColumns / 2],
-                                                     const std::uint32_t (&a)[4], std::uint64_t b,
-                                                     bool accumulate) {
-  static_assert(kColumns == 16 || kColumns == 32);
-  const int scale = accumulate ? 1 : 0;
-  if constexpr (kColumns == 16) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %13, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7}, "
-        "{%8, %9, %10, %11}, %12, p, 1, 1, 0;\n"
-        "}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-          "+f"(d[7])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale));
-  } else {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %21, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15}, "
-        "{%16, %17, %18, %19}, %20, p, 1, 1, 0;\n"
-        "}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-          "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-          "+f"(d[14]), "+f"(d[15])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale));
-  }
-}
-
 }  // namespace fovea::cuda::ptx
