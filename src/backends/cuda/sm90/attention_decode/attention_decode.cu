@@ -93,7 +93,6 @@ split_kv::ScheduleShape shape_of(const DecodeParams& p, std::int32_t groups) {
   return {.num_groups = groups,
           .heads = p.num_heads / p.num_kv_heads,
           .rows_per_job = kRows,
-          .splits_per_group = 1,
           .window_left = static_cast<std::int32_t>(p.variant.window_left),
           .attention_chunk = static_cast<std::int32_t>(p.variant.attention_chunk)};
 }

@@ -202,7 +202,7 @@ __device__ __forceinline__ void finish(const KernelParams& k, const JobShare& sh
     }
   }
   if (share.whole) return;
-  merge_blocks<W>(k, rows, {share.first_unit, share.num_units, walk}, s);
+  merge_blocks<W>(k, rows, walk.pieces(share.slot, share.first_unit, share.num_units), s);
 }
 
 }  // namespace fovea::cuda::decode

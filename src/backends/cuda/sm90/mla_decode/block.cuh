@@ -11,7 +11,9 @@
 #include "backends/cuda/sm90/ptx/copy.cuh"
 #include "backends/cuda/sm90/ptx/wgmma.cuh"
 #include "backends/cuda/sm90/split_kv/merge.cuh"
+#include "backends/cuda/sm90/split_kv/rendezvous.cuh"
 #include "backends/cuda/sm90/split_kv/walk.cuh"
+#include "core/divisor.h"
 
 namespace fovea::cuda::mla {
 
@@ -27,7 +29,6 @@ constexpr int kOutputWarpgroups = 2;
 constexpr int kOutputThreads = kOutputWarpgroups * 128;
 constexpr int kChunksPerOutput = kLatent / 64 / kOutputWarpgroups;
 constexpr int kThreads = 512;     ///< Two output warpgroups, one for scores, one that loads.
-constexpr int kMaxSplits = 8;     ///< Blocks of a cluster that share a row tile, at most.
 constexpr int kScoreBarrier = 1;  ///< Named barriers; 0 is the whole block's.
 constexpr int kOutputBarrier = 2;
 /// The reference maximum lags behind the true one by at most this (log2): probabilities reach 256,
@@ -53,7 +54,94 @@ struct Job {
   std::int32_t tile_begin, tile_end;   ///< Key tiles of this block.
   std::int32_t first_unit, num_units;  ///< Of the whole job.
   bool whole;                          ///< The group covers all keys of the job.
+  bool last;                           ///< The group has no further job.
   std::int32_t slot;                   ///< Of the partial result, otherwise.
+};
+
+/// Where the partial results of a job that several groups share lie, of one row tile.
+struct Pieces {
+  std::int32_t count;
+  std::int32_t own, first;   ///< Places of the block's result, and of the first one.
+  std::int32_t begin, step;  ///< Result i > 0 lies at begin + i * step.
+
+  Pieces() = default;
+  __device__ Pieces(const JobPieces& job, std::int32_t slot, std::int32_t row_tile,
+                    std::int32_t row_tiles)
+      : count(job.count),
+        own(slot * row_tiles + row_tile),
+        first(job.first_slot * row_tiles + row_tile),
+        begin(2 * job.first_group * row_tiles + row_tile),
+        step(2 * row_tiles) {}
+
+  __device__ std::int32_t place(std::int32_t i) const { return i == 0 ? first : begin + i * step; }
+};
+
+/// The schedule's view of a launch.
+__host__ __device__ inline split_kv::ScheduleShape schedule_shape(const MlaDecodeParams& op,
+                                                                  const MlaDecodeGeometry& g) {
+  return {.num_groups = g.num_groups,
+          .heads = op.num_heads,
+          .rows_per_job = g.rows * g.row_tiles_per_group,
+          .window_left = op.window_left,
+          .attention_chunk = 0};
+}
+
+struct KernelParams {
+  MlaDecodeParams op;
+  MlaDecodeGeometry geometry;
+  split_kv::ScheduleShape shape;
+  Divisor heads, block_size;
+  std::int32_t box_rows;      ///< Keys that one copy brings: a power of two.
+  bool bulk_rows;             ///< Quantised rows can come by bulk copies.
+  const GroupRange* ranges;   ///< [num_groups]
+  std::uint64_t* rendezvous;  ///< [2 num_groups][row_tiles_per_group]
+  float4* partial_stats;      ///< [rows / 2][places]; a place is an element of the above.
+  float4* partial_out;        ///< [places][512 * rows / 4] in the order of FragmentPlace.
+};
+
+/// Walks the jobs of a group; every role of a block walks the same list.
+class JobWalk {
+ public:
+  __device__ JobWalk(const KernelParams& k, std::int32_t rows)
+      : k_(k),
+        row_tile_(blockIdx.x & (k.geometry.row_tiles_per_group - 1)),
+        range_(k.shape, k.ranges, blockIdx.x >> (k.geometry.row_tiles_per_group - 1),
+               k.op.query_start_loc, k.op.seq_lens),
+        rows_(rows) {}
+
+  __device__ bool next(Job& job) {
+    split_kv::JobShare share;
+    if (!range_.next(share)) return false;
+    request_ = share.request;
+    job.seq_len = share.seq_len;
+    job.query_begin = share.query_begin;
+    job.query_len = share.query_len;
+    job.first_row = (share.job * k_.geometry.row_tiles_per_group + row_tile_) * rows_;
+    job.num_rows = max(0, min(rows_, share.query_len * k_.op.num_heads - job.first_row));
+    const bool empty = share.seq_len <= 0 || job.num_rows == 0;
+    job.tile_begin = empty ? 0 : share.first_tile;
+    job.tile_end = empty ? 0 : share.first_tile + share.tiles;
+    job.first_unit = share.first_unit;
+    job.num_units = share.num_units;
+    job.whole = share.whole;
+    job.last = share.last;
+    job.slot = share.slot;
+    return true;
+  }
+
+  __device__ std::int32_t request() const { return request_; }
+  /// Of the job that next() gave last.
+  __device__ Pieces pieces(const Job& job) const {
+    return {range_.pieces(job.slot, job.first_unit, job.num_units), job.slot, row_tile_,
+            k_.geometry.row_tiles_per_group};
+  }
+
+ private:
+  const KernelParams& k_;
+  std::int32_t row_tile_;  ///< Of one or two.
+  split_kv::RangeWalk range_;
+  std::int32_t rows_;
+  std::int32_t request_;
 };
 
 /// What the score warpgroup hands to the output warpgroups beside P, and what these need at the end
@@ -63,29 +151,24 @@ struct Handover {
   float message[2][kRows];  ///< With P: [0] factors of the output. At the end: max (log2) and sum.
   std::uint64_t p_full;
   std::uint64_t p_empty;
-  std::uint64_t exchanged;  ///< The results of all blocks of the cluster's row tile are in memory.
   Job job;                  ///< Of the output warpgroups, whose registers are full.
-  JobPieces pieces;         ///< Of that job, unless the group has all of it.
-  std::uint32_t turn;       ///< Jobs that the block has begun.
+  Pieces pieces;            ///< Of that job, unless the group has all of it.
   std::int32_t rescale;     ///< Some factor of the message is not 1.
-  std::int32_t last_arriver;  ///< This block merges.
+  split_kv::MergeShare share;  ///< Of the merge of that job.
 
   /// Run by one thread when a job begins: there is time for divisions then.
-  __device__ void begin(const Job& next, const split_kv::RangeWalk& range) {
-    ++turn;
+  __device__ void begin(const Job& next, const JobWalk& walk) {
     job = next;
-    if (!next.whole) pieces = JobPieces(next.first_unit, next.num_units, range);
+    if (!next.whole) pieces = walk.pieces(next);
   }
 
   /// Run by each output thread: P and the message have been read.
   __device__ void release() { ptx::mbarrier_arrive(ptx::shared_address(&p_empty)); }
 
   /// Run by one thread.
-  __device__ void init(int splits, int score_threads) {
-    turn = 0;
+  __device__ void init(int score_threads) {
     ptx::mbarrier_init(ptx::shared_address(&p_full), score_threads);
     ptx::mbarrier_init(ptx::shared_address(&p_empty), kOutputThreads);
-    ptx::mbarrier_init(ptx::shared_address(&exchanged), splits);
   }
 };
 
@@ -103,72 +186,18 @@ struct SharedMemory {
   std::uint64_t empty[kSlots];
   std::uint8_t query_of_row[kRows];  ///< Its query token less the first row's.
   Handover<kRows> handover;
-};
 
-/// The schedule's view of a launch.
-__host__ __device__ inline split_kv::ScheduleShape schedule_shape(const MlaDecodeParams& op,
-                                                                  const MlaDecodeGeometry& g) {
-  return {.num_groups = g.num_groups,
-          .heads = op.num_heads,
-          .rows_per_job = g.rows * g.row_tiles_per_group,
-          .splits_per_group = g.splits_per_group,
-          .window_left = op.window_left,
-          .attention_chunk = 0};
-}
-
-struct KernelParams {
-  MlaDecodeParams op;
-  MlaDecodeGeometry geometry;
-  split_kv::ScheduleShape shape;
-  std::int32_t box_rows;     ///< Keys that one copy brings.
-  bool bulk_rows;            ///< Quantised rows can come by bulk copies.
-  const GroupRange* ranges;  ///< [num_groups]
-  std::uint32_t* counters;   ///< [2 num_groups][row_tiles_per_group][splits_per_group]
-  float* partial_stats;      ///< The same, then [2][rows].
-  float* partial_out;        ///< [2 num_groups][row_tiles_per_group][512 * rows] in fragments.
-  float* exchange_stats;  ///< Results of single blocks of clusters, in turn: [2][blocks][2][rows]
-  float* exchange_out;    ///< and [2][blocks][512 * rows] in fragments.
-};
-
-/// Walks the jobs of a group; every role of a block walks the same list.
-class JobWalk {
- public:
-  __device__ JobWalk(const KernelParams& k, std::int32_t group, std::int32_t rows,
-                     std::int32_t row_tile, std::int32_t split)
-      : k_(k),
-        range_(k.shape, k.ranges, group, k.op.query_start_loc, k.op.seq_lens),
-        rows_(rows),
-        row_tile_(row_tile),
-        split_(split) {}
-
-  __device__ bool next(Job& job) {
-    split_kv::JobShare share;
-    if (!range_.next(share)) return false;
-    const std::int32_t splits = k_.geometry.splits_per_group;
-    request_ = share.request;
-    job.seq_len = share.seq_len;
-    job.query_begin = share.query_begin;
-    job.query_len = share.query_len;
-    job.first_row = (share.job * k_.geometry.row_tiles_per_group + row_tile_) * rows_;
-    job.num_rows = max(0, min(rows_, share.query_len * k_.op.num_heads - job.first_row));
-    const bool empty = share.seq_len <= 0 || job.num_rows == 0;
-    job.tile_begin = empty ? 0 : share.first_tile + share.tiles * split_ / splits;
-    job.tile_end = empty ? 0 : share.first_tile + share.tiles * (split_ + 1) / splits;
-    job.first_unit = share.first_unit;
-    job.num_units = share.num_units;
-    job.whole = share.whole;
-    job.slot = share.slot;
-    return true;
+  /// Run by all threads; each warp has a few of the barriers.
+  __device__ void init() {
+    if (threadIdx.x % 32 != 0) return;
+#pragma unroll 1
+    for (int i = threadIdx.x / 32; i < kSlots; i += kThreads / 32) {
+      ptx::mbarrier_init(ptx::shared_address(&full[i]), 1);
+      ptx::mbarrier_init(ptx::shared_address(&empty[i]), 4);  // The reading warps.
+    }
+    if (threadIdx.x == 0) handover.init(128);
+    ptx::mbarrier_init_fence();
   }
-
-  __device__ std::int32_t request() const { return request_; }
-  __device__ const split_kv::RangeWalk& range() const { return range_; }
-
- private:
-  const KernelParams& k_;
-  split_kv::RangeWalk range_;
-  std::int32_t rows_, row_tile_, split_;
-  std::int32_t request_;
 };
 
 /// A position in the ring of chunks and the parity of its turn.
@@ -203,13 +232,19 @@ struct RingPosition {
   }
 };
 
-__device__ __forceinline__ std::int64_t out_offset(const MlaDecodeParams& op, const Job& job,
+/// Query token, among its request's, and head of a row of the tile.
+struct QueryRow {
+  std::uint32_t token, head;
+  __device__ __forceinline__ QueryRow(const KernelParams& k, const Job& job, std::int32_t row)
+      : token(k.heads.quotient(job.first_row + row)),
+        head(job.first_row + row - token * k.op.num_heads) {}
+};
+
+__device__ __forceinline__ std::int64_t out_offset(const KernelParams& k, const Job& job,
                                                    std::int32_t row) {
-  const std::uint32_t r = job.first_row + row;
-  const std::uint32_t token = r / static_cast<std::uint32_t>(op.num_heads);
-  const std::uint32_t head = r - token * op.num_heads;
-  return (job.query_begin + static_cast<std::int64_t>(token)) * op.out_token_stride +
-         head * op.out_head_stride;
+  const QueryRow r(k, job, row);
+  return (job.query_begin + std::int64_t{r.token}) * k.op.out_token_stride +
+         r.head * k.op.out_head_stride;
 }
 
 __device__ __forceinline__ void store_element(const MlaDecodeParams& op, std::int64_t offset,
@@ -223,27 +258,37 @@ __device__ __forceinline__ void store_element(const MlaDecodeParams& op, std::in
   static_cast<std::uint16_t*>(op.out)[offset] = static_cast<std::uint16_t>(bits);
 }
 
+/// Two values, kStep elements apart. One store where they are 16-bit neighbours, at an even offset.
+template <int kStep>
+__device__ __forceinline__ void store_elements(const MlaDecodeParams& op, std::int64_t offset,
+                                               float first, float second) {
+  if (kStep > 1 || op.out_type == ElementType::f32) {
+    store_element(op, offset, first);
+    store_element(op, offset + kStep, second);
+    return;
+  }
+  *reinterpret_cast<std::uint32_t*>(static_cast<std::uint16_t*>(op.out) + offset) =
+      op.out_type == ElementType::bf16 ? pack<__nv_bfloat16>(first, second)
+                                       : pack<__half>(first, second);
+}
+
 /// `max` in log2 units and `sum` relative to it; sum 0 is a row that sees nothing.
-__device__ __forceinline__ void store_lse(const MlaDecodeParams& op, const Job& job,
-                                          std::int32_t row, float max, float sum) {
-  if (op.lse == nullptr || row >= job.num_rows) return;
-  const std::uint32_t r = job.first_row + row;
-  const std::uint32_t token = r / static_cast<std::uint32_t>(op.num_heads);
-  const std::uint32_t head = r - token * op.num_heads;
-  op.lse[head * op.lse_head_stride +
-         (job.query_begin + static_cast<std::int64_t>(token)) * op.lse_token_stride] =
+__device__ __forceinline__ void store_lse(const KernelParams& k, const Job& job, std::int32_t row,
+                                          float max, float sum) {
+  if (k.op.lse == nullptr || row >= job.num_rows) return;
+  const QueryRow r(k, job, row);
+  k.op.lse[r.head * k.op.lse_head_stride +
+           (job.query_begin + std::int64_t{r.token}) * k.op.lse_token_stride] =
       sum == 0.f ? -INFINITY : (max + log2f(sum)) * kLn2;
 }
 
 /// What a row's output is multiplied by at the last merge: one over the sum, in which the head's
 /// sink joins here and only here. A row that sees nothing comes out as zeros.
-__device__ __forceinline__ float inverse_sum(const MlaDecodeParams& op, const Job& job,
+__device__ __forceinline__ float inverse_sum(const KernelParams& k, const Job& job,
                                              std::int32_t row, float max, float sum) {
   if (sum == 0.f) return 0.f;
-  if (op.sinks != nullptr && row < job.num_rows) {
-    const std::uint32_t r = job.first_row + row;
-    sum +=
-        exp2_approx(__ldg(op.sinks + r % static_cast<std::uint32_t>(op.num_heads)) * kLog2e - max);
+  if (k.op.sinks != nullptr && row < job.num_rows) {
+    sum += exp2_approx(__ldg(k.op.sinks + QueryRow(k, job, row).head) * kLog2e - max);
   }
   return 1.f / sum;
 }

@@ -9,7 +9,7 @@
 
 #include "backends/cuda/sm90/mla_decode/block.cuh"
 #include "backends/cuda/sm90/mla_decode/load.cuh"
-#include "backends/cuda/sm90/mla_decode/outputs.cuh"
+#include "backends/cuda/sm90/mla_decode/finish.cuh"
 #include "backends/cuda/sm90/mla_decode/scores.cuh"
 
 namespace fovea::cuda::mla {
@@ -22,28 +22,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto& s = *reinterpret_cast<SharedMemory<kRows>*>(shared_bytes);
   constexpr int kSlots = SharedMemory<kRows>::kSlots;
 
-  const int row_tiles = k.geometry.row_tiles_per_group;
-  const int splits = k.geometry.splits_per_group;
-  const std::int32_t group = blockIdx.x / (row_tiles * splits);
-  const int rank = blockIdx.x % (row_tiles * splits);
-  const int row_tile = rank % row_tiles;
-  const int split = rank / row_tiles;
-
   // Until each role waits for it, the kernel before may still run. The schedule and what it was
   // made from are older than that kernel; all else is touched after the wait.
-  JobWalk walk(k, group, kRows, row_tile, split);
+  JobWalk walk(k, kRows);
   Job job;
-  if (threadIdx.x == 0) {
-    ptx::prefetch_tensor_map(&map);
-#pragma unroll 1
-    for (int i = 0; i < kSlots; ++i) {
-      ptx::mbarrier_init(ptx::shared_address(&s.full[i]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&s.empty[i]), 4);  // The reading warps.
-    }
-    s.handover.init(splits, 128);
-    ptx::mbarrier_init_fence();
-  }
-  if (splits > 1) ptx::cluster_arrive();
+  if (threadIdx.x == 0) ptx::prefetch_tensor_map(&map);
+  s.init();
   __syncthreads();
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -52,14 +36,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp < 4 * kOutputWarpgroups) {
     ptx::take_registers<176>();
     OutputFragment<kRows> out;
-    if (splits > 1) ptx::cluster_wait();  // The others' barriers are arrived at.
     while (walk.next(job)) {
       ptx::named_barrier(kOutputBarrier, kOutputThreads);  // The job before is not read any more.
-      if (threadIdx.x == 0) s.handover.begin(job, walk.range());
+      if (threadIdx.x == 0) s.handover.begin(job, walk);
       ptx::named_barrier(kOutputBarrier, kOutputThreads);
       ptx::wait_for_previous_kernel();
+      if (threadIdx.x == 0) announce(k, s.handover);
       accumulate_tiles<T, kRows>(job.tile_end - job.tile_begin, s, ring, message, out);
-      finish<kRows, DenseOrder>(k, s.handover, out, [&] { s.handover.release(); });
+      finish<kRows, DenseOrder>(k, s.handover, out);
+      s.handover.release();
     }
   } else if (warp < 4 * kOutputWarpgroups + 4) {
     ptx::give_registers<120>();
@@ -70,7 +55,6 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::named_barrier(kScoreBarrier, 128);
       score_tiles<T, kRows>(k, job, s, ring, message);
     }
-    if (splits > 1) ptx::cluster_wait();
   } else {
     ptx::give_registers<40>();
     const int loader = warp - (4 * kOutputWarpgroups + 4);
@@ -84,7 +68,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     while (walk.next(job)) {
       if (loader == 0) load_tiles<kRows>(k, &map, job, walk.request(), s, ring, policy);
     }
-    if (splits > 1) ptx::cluster_wait();
   }
 }
 

@@ -14,18 +14,17 @@ struct TileBoxes {
 
   __device__ __forceinline__ TileBoxes(const KernelParams& k, const Job& job, std::int32_t request,
                                        std::int32_t tile) {
-    const auto block_size = static_cast<std::uint32_t>(k.op.block_size);
     const std::int32_t* blocks = k.op.block_table + request * k.op.block_table_stride;
     const std::int32_t keys =
         tile < job.tile_end ? min(kKeyTile, job.seq_len - tile * kKeyTile) : 0;
-    count = (keys + k.box_rows - 1) / k.box_rows;
+    count = (keys + k.box_rows - 1) >> (__ffs(k.box_rows) - 1);
     box_bytes = k.box_rows * 128;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int box = threadIdx.x % 32 + 32 * i;
       const auto key = static_cast<std::uint32_t>(tile * kKeyTile + box * k.box_rows);
-      block[i] = box < count ? __ldg(blocks + key / block_size) : 0;
-      row[i] = key % block_size;
+      block[i] = box < count ? __ldg(blocks + k.block_size.quotient(key)) : 0;
+      row[i] = k.block_size.remainder(key);
     }
   }
 
@@ -56,13 +55,14 @@ __device__ void load_tiles(const KernelParams& k, const CUtensorMap* map, const 
   TileBoxes boxes(k, job, request, job.tile_begin);
   ptx::wait_for_previous_kernel();  // It may have written rows, but not the table.
   for (std::int32_t tile = job.tile_begin; tile < job.tile_end; ++tile) {
-    // Asked for one tile ahead: the answer is here before the ring has room again.
-    const TileBoxes next(k, job, request, tile + 1);
+    TileBoxes next = boxes;
 #pragma unroll 1
     for (int position = 0; position < kChunks; ++position) {
       ptx::mbarrier_wait(ptx::shared_address(&s.empty[ring.slot]), ring.parity ^ 1);
       boxes.load(map, channel_chunk(position), s.ring[ring.slot], s.full[ring.slot], policy);
       ring.advance(1);
+      // Asked for nearly a tile ahead: the answer is here before the ring has room again.
+      if (position == 0) next = TileBoxes(k, job, request, tile + 1);
     }
     boxes = next;
   }
@@ -72,21 +72,20 @@ __device__ void load_tiles(const KernelParams& k, const CUtensorMap* map, const 
 /// rows are 0.
 /// Run by kWarps warps; `chunk_of` gives the address of a channel chunk.
 template <typename T, int kRows, int kWarps, typename ChunkOf>
-__device__ __forceinline__ void load_query_rows(const MlaDecodeParams& op, const Job& job,
+__device__ __forceinline__ void load_query_rows(const KernelParams& k, const Job& job,
                                                 ChunkOf chunk_of) {
+  const MlaDecodeParams& op = k.op;
   const int lane = threadIdx.x % 32;
 #pragma unroll 4
   for (int row = threadIdx.x / 32 % kWarps; row < kRows; row += kWarps) {
     const bool exists = row < job.num_rows;
-    const std::uint32_t r = job.first_row + (exists ? row : 0);
-    const std::uint32_t token = r / static_cast<std::uint32_t>(op.num_heads);
-    const std::uint32_t head = r - token * op.num_heads;
-    const std::int64_t t = job.query_begin + static_cast<std::int64_t>(token);
+    const QueryRow r(k, job, exists ? row : 0);
+    const std::int64_t t = job.query_begin + std::int64_t{r.token};
     const auto* latent = reinterpret_cast<const uint4*>(static_cast<const T*>(op.q_latent) +
                                                         t * op.q_latent_token_stride +
-                                                        head * op.q_latent_head_stride);
+                                                        r.head * op.q_latent_head_stride);
     const auto* pe = reinterpret_cast<const uint4*>(
-        static_cast<const T*>(op.q_pe) + t * op.q_pe_token_stride + head * op.q_pe_head_stride);
+        static_cast<const T*>(op.q_pe) + t * op.q_pe_token_stride + r.head * op.q_pe_head_stride);
     const auto to = [&](int chunk) {
       return ptx::shared_address(chunk_of(chunk)) + row * 128 + ((lane % 8) ^ (row % 8)) * 16;
     };

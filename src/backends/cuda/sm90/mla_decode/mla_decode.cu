@@ -1,6 +1,4 @@
 #include <algorithm>
-#include <atomic>
-#include <bit>
 #include <numeric>
 
 #include "backends/cuda/sm90/mla_decode/kernel.cuh"
@@ -19,20 +17,15 @@ std::size_t aligned(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 /// Where the parts of a workspace lie, in bytes from its start.
 struct WorkspaceLayout {
-  std::size_t counters, stats, out, exchange_stats, exchange_out, bytes;
-  std::int32_t num_counters;
+  std::size_t rendezvous, stats, out, bytes;
+  std::int32_t num_partials;
 
-  explicit WorkspaceLayout(const MlaDecodeGeometry& g) {
-    const std::size_t parts = std::size_t{2} * g.num_groups * g.row_tiles_per_group;
-    const std::size_t slices = parts * g.splits_per_group;
-    num_counters = static_cast<std::int32_t>(slices);
-    counters = aligned(sizeof(mla::GroupRange) * g.num_groups);
-    stats = counters + aligned(slices * sizeof(std::uint32_t));
-    out = stats + aligned(slices * 2 * g.rows * sizeof(float));
-    exchange_stats = out + parts * mla::kLatent * g.rows * sizeof(float);
-    const std::size_t exchanged = g.splits_per_group > 1 ? slices : 0;
-    exchange_out = exchange_stats + aligned(exchanged * 2 * g.rows * sizeof(float));
-    bytes = exchange_out + exchanged * mla::kLatent * g.rows * sizeof(float);
+  explicit WorkspaceLayout(const MlaDecodeGeometry& g)
+      : num_partials(2 * g.num_groups * g.row_tiles_per_group) {
+    rendezvous = aligned(sizeof(mla::GroupRange) * g.num_groups);
+    stats = rendezvous + aligned(sizeof(std::uint64_t) * num_partials);
+    out = stats + aligned(sizeof(float) * 2 * g.rows * num_partials);
+    bytes = out + sizeof(float) * mla::kLatent * g.rows * num_partials;
   }
 };
 
@@ -41,23 +34,17 @@ struct Function {
   const void* address;
   std::size_t shared_bytes;
   int threads;
-  static constexpr int kNumbers = 30;
-  int number;  ///< Below kNumbers, its own.
 };
 
 Function function_of(const MlaDecodeParams& p, std::int32_t rows) {
-  const int size = rows == 16 ? 0 : rows == 32 ? 1 : 2;
   const bool is_bf16 = p.query_type == ElementType::bf16;
-  const int number = (static_cast<int>(p.cache_format) * 2 + is_bf16) * 3 + size;
   if (p.cache_format != CacheFormat::dense) {
     const mla::QuantizedKernel kernel = mla::quantized_kernel(p.cache_format);
-    return {reinterpret_cast<const void*>(kernel.function), kernel.shared_bytes, kernel.threads,
-            number};
+    return {reinterpret_cast<const void*>(kernel.function), kernel.shared_bytes, kernel.threads};
   }
   if (rows == mla::kWideRows) {
     const mla::WideKernel kernel = mla::wide_kernel(p.query_type);
-    return {reinterpret_cast<const void*>(kernel.function), kernel.shared_bytes, mla::kWideThreads,
-            number};
+    return {reinterpret_cast<const void*>(kernel.function), kernel.shared_bytes, mla::kWideThreads};
   }
   using mla::mla_decode_kernel;
   const auto kernel = is_bf16 ? (rows == 16 ? mla_decode_kernel<__nv_bfloat16, 16>
@@ -66,58 +53,10 @@ Function function_of(const MlaDecodeParams& p, std::int32_t rows) {
                                             : mla_decode_kernel<__half, 32>);
   const std::size_t bytes =
       rows == 16 ? sizeof(mla::SharedMemory<16>) : sizeof(mla::SharedMemory<32>);
-  return {reinterpret_cast<const void*>(kernel), bytes, mla::kThreads, number};
+  return {reinterpret_cast<const void*>(kernel), bytes, mla::kThreads};
 }
 static_assert(sizeof(mla::SharedMemory<16>) <= 227 * 1024);
 static_assert(sizeof(mla::SharedMemory<32>) <= 227 * 1024);
-
-struct Launch {
-  cudaLaunchConfig_t config{};
-  cudaLaunchAttribute attributes[2]{};
-
-  Launch(const Launch&) = delete;
-  Launch(const MlaDecodeGeometry& g, const Function& function, cudaStream_t stream) {
-    const auto cluster = static_cast<unsigned>(g.row_tiles_per_group * g.splits_per_group);
-    config.gridDim = dim3(static_cast<unsigned>(g.num_groups) * cluster);
-    config.blockDim = dim3(static_cast<unsigned>(function.threads));
-    config.dynamicSmemBytes = function.shared_bytes;
-    config.stream = stream;
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim.x = cluster;
-    attributes[0].val.clusterDim.y = 1;
-    attributes[0].val.clusterDim.z = 1;
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = attributes;
-    config.numAttrs = 2;
-  }
-};
-
-cudaError_t prepare(const Function& function) {
-  const cudaError_t status =
-      cudaFuncSetAttribute(function.address, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           static_cast<int>(function.shared_bytes));
-  if (status != cudaSuccess) return status;
-  return cudaFuncSetAttribute(function.address, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-}
-
-/// Clusters of a launch that `device` holds at once. Asking the driver takes many times a launch,
-/// so it is asked once for each kernel and cluster.
-cudaError_t clusters_at_once(const Function& function, const Launch& launch, int device,
-                             int* clusters) {
-  constexpr int kDevices = 16, kClusters = 5;
-  static std::atomic<int> known[kDevices][Function::kNumbers][kClusters];  // Plus 1; 0: not asked.
-  const int size = std::countr_zero(launch.attributes[0].val.clusterDim.x);
-  std::atomic<int>* entry = device < kDevices ? &known[device][function.number][size] : nullptr;
-  if (entry && *entry > 0) {
-    *clusters = *entry - 1;
-    return cudaSuccess;
-  }
-  const cudaError_t status =
-      cudaOccupancyMaxActiveClusters(clusters, function.address, &launch.config);
-  if (entry && status == cudaSuccess) *entry = *clusters + 1;
-  return status;
-}
 
 /// Keys that one copy brings: they must lie in one block, and boxes must not straddle tiles.
 std::int32_t box_rows(const MlaDecodeParams& p) {
@@ -208,28 +147,16 @@ cudaError_t mla_decode_sm90_geometry(const MlaDecodeParams& p, MlaDecodeGeometry
   status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (status != cudaSuccess) return status;
 
-  // The largest cluster of which a whole number per job fits and uses most of the device: merging
-  // inside a cluster is cheaper than between clusters, but a cluster takes one job at a time, and
-  // jobs of one length are best cut alike.
+  // One group per multiprocessor or two. Jobs of one length are best cut alike; their merges take
+  // results in eights.
   const std::int64_t rows_per_job = std::int64_t{g.rows} * g.row_tiles_per_group;
   const std::int64_t jobs_per_request = (rows + rows_per_job - 1) / rows_per_job;
   const std::int64_t jobs = std::max<std::int64_t>(p.num_requests, 1) * jobs_per_request;
-  const Function function = function_of(p, g.rows);
-  status = prepare(function);
-  if (status != cudaSuccess) return status;
-  for (g.splits_per_group = mla::kMaxSplits;; g.splits_per_group /= 2) {
-    Launch launch(g, function, nullptr);
-    int clusters = 0;
-    status = clusters_at_once(function, launch, device, &clusters);
-    if (status != cudaSuccess) return status;
-    g.num_groups = std::max(clusters, 1);
-    if (clusters > jobs) g.num_groups -= static_cast<int>(clusters % jobs);
-    const int blocks = g.num_groups * g.splits_per_group * g.row_tiles_per_group;
-    if (clusters >= jobs && blocks * 10 >= multiprocessors * 7) break;
-    if (g.splits_per_group == 1) break;
+  g.num_groups = multiprocessors / g.row_tiles_per_group;
+  if (g.num_groups > jobs) {
+    const std::int64_t pieces = g.num_groups / jobs;
+    g.num_groups = static_cast<std::int32_t>(jobs * (pieces > 8 ? pieces / 8 * 8 : pieces));
   }
-  // Room for the next kernel's first cluster beside a lone short job's.
-  if (jobs == 1 && g.rows == 16 && g.num_groups > 4) g.num_groups -= 1;
   *geometry = g;
   return cudaSuccess;
 }
@@ -245,7 +172,7 @@ cudaError_t mla_decode_sm90_plan(const MlaDecodeParams& p, const MlaDecodeGeomet
   split_kv::plan_kernel<<<1, split_kv::kPlanThreads, 0, stream>>>(
       mla::schedule_shape(p, g), p.num_requests, p.query_start_loc, p.seq_lens,
       reinterpret_cast<mla::GroupRange*>(base),
-      reinterpret_cast<std::uint32_t*>(base + layout.counters), layout.num_counters);
+      reinterpret_cast<std::uint32_t*>(base + layout.rendezvous), 2 * layout.num_partials);
   return cudaGetLastError();
 }
 
@@ -253,10 +180,11 @@ cudaError_t mla_decode_sm90(const MlaDecodeParams& p, const MlaDecodeGeometry& g
                             cudaStream_t stream) {
   const bool quantized = p.cache_format != CacheFormat::dense;
   const Function function = function_of(p, g.rows);
-  cudaError_t status = prepare(function);
-  if (status != cudaSuccess) return status;
+  cudaError_t status =
+      cudaFuncSetAttribute(function.address, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           static_cast<int>(function.shared_bytes));
   CUtensorMap map{};
-  if (!quantized) status = encode_tensor_map(p, &map);
+  if (status == cudaSuccess && !quantized) status = encode_tensor_map(p, &map);
   if (status != cudaSuccess) return status;
 
   const WorkspaceLayout layout(g);
@@ -264,17 +192,30 @@ cudaError_t mla_decode_sm90(const MlaDecodeParams& p, const MlaDecodeGeometry& g
   KernelParams params{p,
                       g,
                       mla::schedule_shape(p, g),
+                      Divisor(p.num_heads),
+                      Divisor(std::max<std::int64_t>(p.block_size, 1)),
                       box_rows(p),
                       quantized && rows_come_in_bulk(p),
                       reinterpret_cast<const mla::GroupRange*>(base),
-                      reinterpret_cast<std::uint32_t*>(base + layout.counters),
-                      reinterpret_cast<float*>(base + layout.stats),
-                      reinterpret_cast<float*>(base + layout.out),
-                      reinterpret_cast<float*>(base + layout.exchange_stats),
-                      reinterpret_cast<float*>(base + layout.exchange_out)};
-  const Launch launch(g, function, stream);
+                      reinterpret_cast<std::uint64_t*>(base + layout.rendezvous),
+                      reinterpret_cast<float4*>(base + layout.stats),
+                      reinterpret_cast<float4*>(base + layout.out)};
   void* arguments[] = {&params, &map};
-  return cudaLaunchKernelExC(&launch.config, function.address, arguments);
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  // Row tiles of a group read the same keys: a cluster begins them together.
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = static_cast<unsigned>(g.row_tiles_per_group);
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(g.num_groups * g.row_tiles_per_group));
+  config.blockDim = dim3(static_cast<unsigned>(function.threads));
+  config.dynamicSmemBytes = function.shared_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  return cudaLaunchKernelExC(&config, function.address, arguments);
 }
 
 }  // namespace fovea::cuda

@@ -68,9 +68,7 @@ struct MlaDecodeParams {
 struct MlaDecodeGeometry {
   std::int32_t rows = 0;                 ///< Query rows of a tile: 16, 32 or 64; quantised: 16.
   std::int32_t row_tiles_per_group = 1;  ///< 1 or 2: row tiles that walk the same keys in step.
-  std::int32_t splits_per_group =
-      1;                        ///< Blocks of a cluster among which a row tile's keys are cut.
-  std::int32_t num_groups = 1;  ///< Clusters; the batch's work is cut evenly among them.
+  std::int32_t num_groups = 1;  ///< Of a block per row tile; the work is cut evenly among them.
 };
 
 }  // namespace fovea::cuda

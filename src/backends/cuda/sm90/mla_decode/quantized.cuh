@@ -81,8 +81,9 @@ __device__ __forceinline__ void compute(const KernelParams& k, QuantizedMemory<F
       s.tiles_before += job.tile_end - job.tile_begin;
       s.has_job = walk.next(s.handover.job);
       if (s.has_job) {
-        s.handover.begin(job, walk.range());
-        s.set_visible(visible_keys(k.op, job));
+        s.handover.begin(job, walk);
+        announce(k, s.handover);
+        s.set_visible(visible_keys(k, job));
       }
     }
     ptx::named_barrier(kComputeBarrier, kComputeThreads);
@@ -126,7 +127,7 @@ __device__ __forceinline__ void compute(const KernelParams& k, QuantizedMemory<F
     OutputFragment<kQuantizedRows> merged;
     merge_teams<Format>(k, at, s, out, merged);
     if (threadIdx.x < kOutputThreads) {
-      finish<kQuantizedRows, QuantizedOrder<Format>>(k, s.handover, merged, [] {});
+      finish<kQuantizedRows, QuantizedOrder<Format>>(k, s.handover, merged);
     }
   }
 }
@@ -138,13 +139,6 @@ __global__ void __launch_bounds__(kQuantizedThreads, 1)
   using Memory = QuantizedMemory<Format>;
   auto& s = *reinterpret_cast<Memory*>(shared_bytes);
 
-  const int row_tiles = k.geometry.row_tiles_per_group;
-  const int splits = k.geometry.splits_per_group;
-  const std::int32_t group = blockIdx.x / (row_tiles * splits);
-  const int rank = blockIdx.x % (row_tiles * splits);
-  const int row_tile = rank % row_tiles;
-  const int split = rank / row_tiles;
-
   // As in mla_decode_kernel: what is older than the kernel before may be read before the wait.
   if (threadIdx.x == 0) {
 #pragma unroll 1
@@ -155,18 +149,13 @@ __global__ void __launch_bounds__(kQuantizedThreads, 1)
     for (int i = 0; i < Memory::kSlots; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&s.empty[i]), kTeamWarps);
     }
-    s.handover.init(splits, kTeamThreads);
+    s.handover.init(kTeamThreads);
     ptx::mbarrier_init_fence();
     s.tiles_before = 0;
     s.handover.job.tile_begin = s.handover.job.tile_end = 0;
-    new (s.walk) JobWalk(k, group, kQuantizedRows, row_tile, split);
+    new (s.walk) JobWalk(k, kQuantizedRows);
   }
-  if (splits > 1) {  // The others' barriers are arrived at.
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp < kComputeThreads / 32) {
     ptx::take_registers<kComputeRegisters>();
@@ -179,7 +168,7 @@ __global__ void __launch_bounds__(kQuantizedThreads, 1)
       ptx::let_next_kernel_start();
       clear_unused_rows(k.op, blockIdx.x, gridDim.x);
     }
-    JobWalk walk(k, group, kQuantizedRows, row_tile, split);
+    JobWalk walk(k, kQuantizedRows);
     Job job;
     std::uint32_t place = 0;
     while (walk.next(job)) {

@@ -1,7 +1,7 @@
 // A team's outputs over quantised rows: O += V P, the merge of the teams, and their storing.
 #pragma once
 
-#include "backends/cuda/sm90/mla_decode/outputs.cuh"
+#include "backends/cuda/sm90/mla_decode/finish.cuh"
 #include "backends/cuda/sm90/mla_decode/quantized_memory.cuh"
 #include "backends/cuda/sm90/ptx/mma.cuh"
 
@@ -193,7 +193,7 @@ __device__ void store_output(QuantizedOrder<Format>, const KernelParams& k, cons
   const int c = thread % 4;
   const MlaDecodeParams& op = k.op;
   for (int row = threadIdx.x; row < kRows; row += kOutputThreads) {
-    store_lse(op, job, row, s.message[0][row], s.message[1][row]);
+    store_lse(k, job, row, s.message[0][row], s.message[1][row]);
   }
 #pragma unroll
   for (int j = 0; j < kRows / 8; ++j) {
@@ -201,8 +201,8 @@ __device__ void store_output(QuantizedOrder<Format>, const KernelParams& k, cons
     for (int b = 0; b < 2; ++b) {
       const int row = 8 * j + 2 * c + b;
       if (row >= job.num_rows) continue;
-      const float inverse = inverse_sum(op, job, row, s.message[0][row], s.message[1][row]);
-      const std::int64_t to = out_offset(op, job, row);
+      const float inverse = inverse_sum(k, job, row, s.message[0][row], s.message[1][row]);
+      const std::int64_t to = out_offset(k, job, row);
 #pragma unroll
       for (int i = 0; i < kChunksPerOutput; ++i) {
         const int channel = QuantizedOrder<Format>::channel(

@@ -12,11 +12,11 @@ namespace fovea::cuda::mla {
 template <typename T, int kRows>
 __device__ void load_query(const KernelParams& k, const Job& job, SharedMemory<kRows>& s) {
   if (threadIdx.x % 128 < kRows) {
-    const auto heads = static_cast<std::uint32_t>(k.op.num_heads);
-    const std::uint32_t first = job.first_row, row = threadIdx.x % 128;
-    s.query_of_row[row] = static_cast<std::uint8_t>((first + row) / heads - first / heads);
+    const std::int32_t row = threadIdx.x % 128;
+    s.query_of_row[row] =
+        static_cast<std::uint8_t>(QueryRow(k, job, row).token - QueryRow(k, job, 0).token);
   }
-  load_query_rows<T, kRows, 4>(k.op, job, [&](int chunk) { return s.q[position_of(chunk)]; });
+  load_query_rows<T, kRows, 4>(k, job, [&](int chunk) { return s.q[position_of(chunk)]; });
   ptx::wait_for_pieces();
 }
 
@@ -41,7 +41,7 @@ struct Scores {
 
   __device__ Scores(const KernelParams& k, const Job& job, SharedMemory<kRows>& s, Ring& ring,
                     std::uint32_t& message)
-      : k(k), job(job), s(s), ring(ring), message(message), visible(visible_keys(k.op, job)) {}
+      : k(k), job(job), s(s), ring(ring), message(message), visible(visible_keys(k, job)) {}
 
   /// Issues S^T [64 keys, rows] = sum over 9 chunks of K [64, 64] Q^T [64, rows].
   __device__ __forceinline__ void issue(float (&score)[kRows / 2]) {

@@ -18,10 +18,12 @@ struct VisibleKeys {
   }
 };
 
-__device__ inline VisibleKeys visible_keys(const MlaDecodeParams& op, const Job& job) {
-  const std::int32_t context = job.seq_len - job.query_len;
-  const std::int32_t first = context + job.first_row / op.num_heads;
-  const std::int32_t last = context + (job.first_row + max(job.num_rows, 1) - 1) / op.num_heads;
+__device__ inline VisibleKeys visible_keys(const KernelParams& k, const Job& job) {
+  const MlaDecodeParams& op = k.op;
+  const auto position = [&](std::int32_t row) {
+    return job.seq_len - job.query_len + static_cast<std::int32_t>(QueryRow(k, job, row).token);
+  };
+  const std::int32_t first = position(0), last = position(max(job.num_rows, 1) - 1);
   VisibleKeys v{first, 0, job.seq_len, 0, job.seq_len};
   if (op.causal) v.any_end = last + 1, v.common_end = first + 1;
   if (op.window_left >= 0) {

@@ -17,22 +17,13 @@ __global__ void __launch_bounds__(kWideThreads, 1)
                        const __grid_constant__ CUtensorMap map) {
   extern __shared__ __align__(1024) std::uint8_t shared_bytes[];
   auto& s = *reinterpret_cast<WideMemory*>(shared_bytes);
-  const int row_tiles = k.geometry.row_tiles_per_group;
-  const int splits = k.geometry.splits_per_group;
-  const std::int32_t group = blockIdx.x / (row_tiles * splits);
-  const int rank = blockIdx.x % (row_tiles * splits);
-  const int row_tile = rank % row_tiles;
-  const int split = rank / row_tiles;
 
   // Until each role waits for it, the kernel before may still run. The schedule and what it was
   // made from are older than that kernel; all else is touched after the wait.
-  JobWalk walk(k, group, kWideRows, row_tile, split);
+  JobWalk walk(k, kWideRows);
   Job job;
-  if (threadIdx.x == 0) {
-    ptx::prefetch_tensor_map(&map);
-    s.init(splits);
-  }
-  if (splits > 1) ptx::cluster_arrive();
+  if (threadIdx.x == 0) ptx::prefetch_tensor_map(&map);
+  s.init();
   __syncthreads();
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -40,12 +31,12 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   if (warp < kOutputThreads / 32) {
     ptx::take_registers<232>();
     WideOutput out;
-    if (splits > 1) ptx::cluster_wait();  // The others' barriers are arrived at.
     while (walk.next(job)) {
       ptx::named_barrier(kOutputBarrier, kOutputThreads);  // The job before is not read any more.
-      if (threadIdx.x == 0) s.handover.begin(job, walk.range());
+      if (threadIdx.x == 0) s.handover.begin(job, walk);
       ptx::wait_for_previous_kernel();
-      load_query_rows<T, kWideRows, kOutputThreads / 32>(k.op, job,
+      if (threadIdx.x == 0) announce(k, s.handover);
+      load_query_rows<T, kWideRows, kOutputThreads / 32>(k, job,
                                                          [&](int chunk) { return s.q[chunk]; });
       ptx::wait_for_pieces();
       ptx::fence_async_proxy();
@@ -55,7 +46,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
       } else {
         WideAttention<T, kRight>(k, s.handover.job, s, turn).run(out);
       }
-      finish<kWideRows, WideOrder>(k, s.handover, out, [] {});
+      finish<kWideRows, WideOrder>(k, s.handover, out);
     }
   } else {
     ptx::give_registers<40>();
@@ -70,7 +61,6 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     while (walk.next(job)) {
       if (loader == 0) load_pairs(k, &map, job, walk.request(), s, turn, policy);
     }
-    if (splits > 1) ptx::cluster_wait();
   }
 }
 

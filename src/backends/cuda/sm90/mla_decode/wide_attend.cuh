@@ -1,7 +1,7 @@
 // The computing warpgroups at tiles of 64 query rows: S = Q K^T, softmax, O += P V.
 #pragma once
 
-#include "backends/cuda/sm90/mla_decode/outputs.cuh"
+#include "backends/cuda/sm90/mla_decode/finish.cuh"
 #include "backends/cuda/sm90/mla_decode/visible_keys.cuh"
 #include "backends/cuda/sm90/mla_decode/wide_block.cuh"
 #include "backends/cuda/sm90/ptx/wgmma_rows.cuh"
@@ -28,14 +28,21 @@ class WideAttention {
  public:
   __device__ WideAttention(const KernelParams& k, const Job& job, WideMemory& s,
                            std::uint32_t (&turn)[2])
-      : k_(k), job_(job), s_(s), turn_(turn), visible_(visible_keys(k.op, job)) {
+      : k_(k), job_(job), s_(s), turn_(turn), visible_(visible_keys(k, job)) {
+    const int lane = threadIdx.x % 32;
+    // Lane l addresses row l % 8 of matrix l / 8: rows g, then g + 8, of 8 keys, then of the next.
+    const int row_of_weights = threadIdx.x % 128 / 32 * 16 + lane / 8 % 2 * 8 + lane % 8;
+    weights_at_ = ptx::shared_address(s.keys[kSide][kRopeChunk]) + row_of_weights * 128 +
+                  ((lane / 16 ^ row_of_weights % 8) << 4);
+    asm volatile("" : "+r"(weights_at_));  // Not to be found anew for every tile.
     const std::int32_t context = job.seq_len - job.query_len;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       // Rows that do not exist see what the last one does.
       const std::int32_t row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
       const std::int32_t last = max(job.num_rows, 1) - 1;
-      const std::int32_t position = context + (job.first_row + min(row, last)) / k.op.num_heads;
+      const std::int32_t position =
+          context + static_cast<std::int32_t>(QueryRow(k, job, min(row, last)).token);
       rows_.begin[r] = k.op.window_left < 0 ? 0 : position - k.op.window_left;
       rows_.end[r] = k.op.causal ? position + 1 : job.seq_len;
     }
@@ -200,16 +207,11 @@ class WideAttention {
 
   /// Gives the other side P, and what it is relative to.
   __device__ __forceinline__ void hand_over(const Weights& weights) {
-    const int lane = threadIdx.x % 32;
-    // Lane l addresses row l % 8 of matrix l / 8: rows g, then g + 8, of 8 keys, then of the next.
-    const int row = threadIdx.x % 128 / 32 * 16 + lane / 8 % 2 * 8 + lane % 8;
-    const std::uint32_t p = ptx::shared_address(s_.keys[kSide][kRopeChunk]) + row * 128;
 #pragma unroll
     for (int step = 0; step < kKeyTile / 16; ++step) {
-      const int piece = 2 * step + lane / 16;
-      ptx::store_matrices(p + ((piece ^ (row % 8)) << 4), weights[step]);
+      ptx::store_matrices(weights_at_ ^ (step << 5), weights[step]);
     }
-    if (lane % 4 == 0) {
+    if (threadIdx.x % 4 == 0) {
       *reinterpret_cast<float2*>(&s_.reference[kSide][stat_index()]) = reference_;
     }
     ptx::fence_async_proxy();
@@ -322,12 +324,13 @@ class WideAttention {
   WideMemory& s_;
   std::uint32_t (&turn_)[2];  ///< Counts the tiles of each side.
   const VisibleKeys visible_;
+  std::uint32_t weights_at_;  ///< Where the lane's part of P begins: of 16 keys, then of the next.
   RowKeys rows_;  ///< Keys that the thread's rows see.
   float2 reference_{-INFINITY, -INFINITY};  ///< Of outputs and sums (log2 units).
   float2 sum_{0.f, 0.f};                    ///< Over the thread's keys of this side's tiles.
 };
 
-/// Rows and channels of a thread's four values of a column block: see WideAttention.
+/// Fragments as WideAttention has them.
 struct WideOrder {
   static constexpr int kStep = 1;
   static constexpr int kFlight = 8;
@@ -337,24 +340,15 @@ template <>
 constexpr int kValuesAtOnce<WideOrder> = 4;
 
 template <>
-__device__ __forceinline__ float4 two_by_two<WideOrder>(const float* d) {
-  return float4{d[0], d[2], d[1], d[3]};
-}
-
-template <>
 struct FragmentPlace<kWideRows, WideOrder> {
-  static constexpr int kPeriod = 128;
-  using Lanes = split_kv::LanesOfRows<4, 1>;
-  int channel, column, first_row;
-  bool first_channels;
-  __device__ explicit FragmentPlace(int index) {
-    const int thread = index % 128;
-    channel = index / 128 * 8 + thread % 4 * 2;
-    first_row = thread / 32 * 16 + thread % 32 / 4;
-    column = thread / 32 * 16 + thread % 32 / 4 * 2;
-    first_channels = thread % 4 == 0;
+  static __device__ int index(int chunk, int j, int thread) {
+    return thread / 4 * kPairValues + (chunk * 8 + j) * 4 + thread % 4;
   }
-  __device__ int row(int i) const { return first_row + 8 * i; }
+  static __device__ float4 values(const float* d) { return float4{d[0], d[2], d[1], d[3]}; }
+  static __device__ int row(int pair, int i) { return pair / 8 * 16 + pair % 8 + 8 * i; }
+  static __device__ int channel(int index) {
+    return index % kPairValues / 4 * 8 + index % 4 * 2;
+  }
 };
 
 /// Writes normalised outputs straight from the fragments.
@@ -368,9 +362,9 @@ __device__ void store_output(WideOrder, const KernelParams& k, const Job& job,
     const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
     if (row >= job.num_rows) continue;
     const float max = s.message[0][stat_index() + r], sum = s.message[1][stat_index() + r];
-    const float inverse = inverse_sum(op, job, row, max, sum);
-    if (first_channel == 0) store_lse(op, job, row, max, sum);
-    const std::int64_t at = out_offset(op, job, row) + first_channel;
+    const float inverse = inverse_sum(k, job, row, max, sum);
+    if (first_channel == 0) store_lse(k, job, row, max, sum);
+    const std::int64_t at = out_offset(k, job, row) + first_channel;
 #pragma unroll
     for (int i = 0; i < kChunksPerOutput; ++i) {
 #pragma unroll

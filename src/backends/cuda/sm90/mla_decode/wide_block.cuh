@@ -27,18 +27,19 @@ struct WideMemory {
   std::uint64_t p_full[2];
   Handover<kWideRows> handover;
 
-  /// Run by one thread.
-  __device__ void init(int splits) {
-    for (int tile = 0; tile < 2; ++tile) {
-      for (std::uint64_t& barrier : full[tile]) {
-        ptx::mbarrier_init(ptx::shared_address(&barrier), 1);
-      }
-      for (std::uint64_t& barrier : empty[tile]) {
-        ptx::mbarrier_init(ptx::shared_address(&barrier), 4);  // The reading warps.
-      }
+  /// Run by all threads; each warp has a few of the barriers.
+  __device__ void init() {
+    if (threadIdx.x % 32 != 0) return;
+    const int warp = threadIdx.x / 32;
+    if (warp < kChunks) {
+      for (auto& tile : full) ptx::mbarrier_init(ptx::shared_address(&tile[warp]), 1);
+    } else if (warp < kChunks + 2) {
+      const int tile = warp - kChunks;
       ptx::mbarrier_init(ptx::shared_address(&p_full[tile]), 128);
+      for (auto& half : empty[tile]) ptx::mbarrier_init(ptx::shared_address(&half), 4);  // Warps.
+    } else if (warp == kChunks + 2) {
+      handover.init(128);
     }
-    handover.init(splits, 128);
     ptx::mbarrier_init_fence();
   }
 };
@@ -65,10 +66,10 @@ __device__ inline void load_pairs(const KernelParams& k, const CUtensorMap* map,
   TileBoxes first(k, job, request, job.tile_begin), second(k, job, request, job.tile_begin + 1);
   ptx::wait_for_previous_kernel();  // It may have written rows, but not the table.
   for (std::int32_t tile = job.tile_begin; tile < job.tile_end; tile += 2) {
-    // Asked for one pair ahead: the answer is here before there is room again.
-    const TileBoxes third(k, job, request, tile + 2), fourth(k, job, request, tile + 3);
     load_half(first, map, 0, kLeft, turn[0], s, policy);
     load_half(first, map, 0, kRight, turn[0], s, policy);
+    // Asked for nearly a pair ahead: the answer is here before there is room again.
+    const TileBoxes third(k, job, request, tile + 2), fourth(k, job, request, tile + 3);
     ++turn[0];
     if (tile + 1 < job.tile_end) {
       load_half(second, map, 1, kRight, turn[1], s, policy);

@@ -1,4 +1,4 @@
-// mbarriers, named barriers, cluster barriers and proxy fences, as thin wrappers of their PTX.
+// mbarriers, named barriers, counters in memory and proxy fences, as thin wrappers of their PTX.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ __device__ __forceinline__ void mbarrier_init(std::uint32_t barrier, std::uint32
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-/// Makes initialised barriers visible to the copy engine and to the other blocks of the cluster.
+/// Makes initialised barriers visible to the copy engine.
 __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -68,49 +68,6 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-__device__ __forceinline__ void cluster_arrive() {
-  __syncwarp();
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ std::uint32_t cluster_rank() {
-  std::uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-/// The address, in block `rank` of the cluster, of what lies at `address` in this one.
-__device__ __forceinline__ std::uint32_t cluster_address(std::uint32_t address,
-                                                         std::uint32_t rank) {
-  std::uint32_t mapped;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
-  return mapped;
-}
-
-/// Arrives at a barrier of another block of the cluster (an address from cluster_address). Orders
-/// all that this block did before its last barrier before all that the other does after its wait.
-__device__ __forceinline__ void mbarrier_arrive_cluster(std::uint32_t barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
-               : "memory");
-}
-
-/// As mbarrier_wait, for arrivals from the cluster.
-__device__ __forceinline__ void mbarrier_wait_cluster(std::uint32_t barrier, std::uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
 /// Adds 1 and returns what was there before. Orders all that the block did before its last barrier
 /// before all that other blocks do after their own call and a barrier.
 __device__ __forceinline__ std::uint32_t count_arrival(std::uint32_t* counter) {
@@ -120,6 +77,42 @@ __device__ __forceinline__ std::uint32_t count_arrival(std::uint32_t* counter) {
                : "l"(counter)
                : "memory");
   return before;
+}
+
+/// Adds `step` and returns what was there before. Orders nothing.
+__device__ __forceinline__ std::uint64_t count_relaxed(std::uint64_t* counter,
+                                                       std::uint64_t step) {
+  std::uint64_t before;
+  asm volatile("atom.add.relaxed.gpu.global.u64 %0, [%1], %2;"
+               : "=l"(before)
+               : "l"(counter), "l"(step)
+               : "memory");
+  return before;
+}
+
+/// As count_arrival, with `step` in place of 1.
+__device__ __forceinline__ std::uint64_t count_and_order(std::uint64_t* counter,
+                                                         std::uint64_t step) {
+  std::uint64_t before;
+  asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], %2;"
+               : "=l"(before)
+               : "l"(counter), "l"(step)
+               : "memory");
+  return before;
+}
+
+__device__ __forceinline__ std::uint64_t read_count_relaxed(const std::uint64_t* counter) {
+  std::uint64_t count;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(count) : "l"(counter) : "memory");
+  return count;
+}
+
+/// Orders what count_and_order's callers did before those counts before what this block does after
+/// a barrier.
+__device__ __forceinline__ std::uint64_t read_count_ordered(const std::uint64_t* counter) {
+  std::uint64_t count;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(count) : "l"(counter) : "memory");
+  return count;
 }
 
 /// Waits until the kernels that this launch depends on have ended and their writes are visible.

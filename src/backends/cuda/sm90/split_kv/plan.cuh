@@ -71,10 +71,7 @@ static __global__ void __launch_bounds__(kPlanThreads, 1)
       total_jobs <= shape.num_groups &&
       static_cast<std::int64_t>(longest_job) * shape.num_groups * 16 <= std::int64_t{17} * total;
 
-  const std::int32_t groups =
-      one_job_each
-          ? total_jobs
-          : min(shape.num_groups, (total + shape.splits_per_group - 1) / shape.splits_per_group);
+  const std::int32_t groups = one_job_each ? total_jobs : min(shape.num_groups, total);
   for (int g = groups + thread; g < shape.num_groups; g += kPlanThreads) ranges[g] = GroupRange{};
   std::int32_t units_before = 0, jobs_before = 0;
   for (std::int32_t first = 0; first < num_requests; first += kPlanThreads) {
@@ -95,6 +92,9 @@ static __global__ void __launch_bounds__(kPlanThreads, 1)
       range.query_begin = query_start_loc[r];
       range.query_len = query_start_loc[r + 1] - query_start_loc[r];
       range.active_groups = groups;
+      const JobPieces pieces(range.job_first_unit, job_units, total, groups);
+      range.first_slot = pieces.first_slot;
+      range.num_pieces = pieces.count;
       ranges[g] = range;
     };
     if (jobs(r) > 0 && one_job_each) {

@@ -4,11 +4,10 @@
 //
 // A job is what one group does at a time: rows of a request that share keys, over all of these, in
 // units of kKeyTile keys; a job without keys is one unit, which writes zeros. The units of all
-// jobs, in order of requests, are cut into equal ranges, one per group; of a batch so small that a
-// group's blocks would not get a unit each, fewer groups take part. Only a group's first and last
-// job can be shared with other groups, so two partial results per group are enough. Where one job
-// per group leaves no group with much more than an equal share, nothing is cut and nothing to be
-// merged.
+// jobs, in order of requests, are cut into equal ranges, one per group; of a batch with fewer units
+// than groups, fewer groups take part. Only a group's first and last job can be shared with other
+// groups, so two partial results per group are enough. Where one job per group leaves no group with
+// much more than an equal share, nothing is cut and nothing to be merged.
 #pragma once
 
 #include <cstdint>
@@ -29,14 +28,14 @@ struct alignas(16) GroupRange {
   std::int32_t query_begin;
   std::int32_t query_len;
   std::int32_t active_groups;  ///< Groups that have units: the first ones.
-  std::int32_t padding[2];
+  std::int32_t first_slot;     ///< Of the first job's partial results: see JobPieces.
+  std::int32_t num_pieces;     ///< As many groups share the first job.
 };
 
 struct ScheduleShape {
   std::int32_t num_groups;
   std::int32_t heads;         ///< Query heads that share a key head.
   std::int32_t rows_per_job;  ///< Rows are query tokens x heads.
-  std::int32_t splits_per_group;
   std::int32_t window_left;      ///< Negative: none.
   std::int32_t attention_chunk;  ///< 0: none.
 
@@ -75,5 +74,26 @@ __host__ __device__ inline std::int32_t group_of(std::int32_t unit, std::int32_t
                                                  std::int32_t groups) {
   return static_cast<std::int32_t>((static_cast<std::int64_t>(unit + 1) * groups - 1) / total);
 }
+
+/// The partial results of a job that several groups share. A group has two slots: for the job that
+/// it begins with and for its last one.
+struct JobPieces {
+  std::int32_t first_group, first_slot, count;
+
+  JobPieces() = default;
+  __host__ __device__ JobPieces(std::int32_t first_slot, std::int32_t count)
+      : first_group(first_slot / 2), first_slot(first_slot), count(count) {}
+  /// Of the job that begins at unit `first` of `total`.
+  __host__ __device__ JobPieces(std::int32_t first, std::int32_t units, std::int32_t total,
+                                std::int32_t groups) {
+    first_group = group_of(first, total, groups);
+    count = group_of(first + units - 1, total, groups) - first_group + 1;
+    // The first group may have begun with another job; the others begin inside this one.
+    first_slot = 2 * first_group + (range_begin(first_group, total, groups) < first);
+  }
+  __host__ __device__ std::int32_t slot(int piece) const {
+    return piece == 0 ? first_slot : 2 * (first_group + piece);
+  }
+};
 
 }  // namespace fovea::cuda::split_kv

@@ -12,6 +12,7 @@ struct JobShare {
   std::int32_t first_tile, tiles;      ///< Key tiles of the share; a job without keys has one.
   std::int32_t first_unit, num_units;  ///< Of the whole job.
   bool whole;                          ///< The share is all of it.
+  bool last;                           ///< The group has no further job.
   std::int32_t slot;                   ///< Of the partial result, otherwise.
 };
 
@@ -24,7 +25,7 @@ class RangeWalk {
     const int4 a = __ldcg(words), b = __ldcg(words + 1), c = __ldcg(words + 2);
     request_ = a.x, job_ = a.y, tile_ = a.z, units_left_ = a.w;
     first_unit_ = b.x, total_units_ = b.y, seq_len_ = b.z, query_begin_ = b.w;
-    query_len_ = c.x, groups_ = c.y;
+    query_len_ = c.x, groups_ = c.y, first_slot_ = c.z, num_pieces_ = c.w;
   }
 
   __device__ bool next(JobShare& share) {
@@ -44,12 +45,17 @@ class RangeWalk {
     share.whole = take == units;
     share.slot = 2 * group_ + (first_ ? 0 : 1);
     units_left_ -= take;
+    share.last = units_left_ == 0;
     first_ = false;
     return true;
   }
 
-  __device__ std::int32_t total_units() const { return total_units_; }
-  __device__ std::int32_t groups() const { return groups_; }
+  /// Of a job that is not whole. Those of the first one are known: it may be in a hurry.
+  __device__ JobPieces pieces(std::int32_t slot, std::int32_t first_unit,
+                              std::int32_t num_units) const {
+    if (slot == 2 * group_) return JobPieces(first_slot_, num_pieces_);
+    return JobPieces(first_unit, num_units, total_units_, groups_);
+  }
 
  private:
   __device__ void advance() {
@@ -69,26 +75,9 @@ class RangeWalk {
   const std::int32_t *query_start_loc_, *seq_lens_;
   std::int32_t group_;
   std::int32_t request_, job_, tile_, units_left_, first_unit_, total_units_, groups_;
+  std::int32_t first_slot_, num_pieces_;
   std::int32_t seq_len_, query_begin_, query_len_;
   bool first_ = true;
-};
-
-/// The partial results of a job that several groups share.
-struct JobPieces {
-  std::int32_t first_group, first_slot, count;
-
-  JobPieces() = default;
-  __device__ JobPieces(std::int32_t first_unit, std::int32_t num_units, const RangeWalk& walk) {
-    const std::int32_t total = walk.total_units();
-    const std::int32_t groups = walk.groups();
-    first_group = group_of(first_unit, total, groups);
-    count = group_of(first_unit + num_units - 1, total, groups) - first_group + 1;
-    // The first group may have begun with another job; the others begin inside this one.
-    first_slot = 2 * first_group + (range_begin(first_group, total, groups) < first_unit);
-  }
-  __device__ std::int32_t slot(int piece) const {
-    return piece == 0 ? first_slot : 2 * (first_group + piece);
-  }
 };
 
 }  // namespace fovea::cuda::split_kv
