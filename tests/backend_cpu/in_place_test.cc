@@ -1,5 +1,6 @@
 // Attention of few rows in place, on plain memory, where ops cannot look: rows of several heads in
 // one block, hidden tokens, and bits.
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -68,15 +69,14 @@ struct Block {
   float sum_of(std::int64_t h, std::int64_t r) const { return row_sum[at(h * stride + r)]; }
 
   void run(bool masked) {
-    const std::byte* k_rows[2 * kTileTokens] = {};
-    const std::byte* v_rows[2 * kTileTokens] = {};
+    const std::byte* k_rows[kTileTokens] = {};
+    const std::byte* v_rows[kTileTokens] = {};
     for (std::int64_t t = 0; t < kTileTokens; ++t) {
       k_rows[t] = reinterpret_cast<const std::byte*>(key(0, std::min(t, tokens - 1), 0));
       v_rows[t] = reinterpret_cast<const std::byte*>(value(0, std::min(t, tokens - 1), 0));
     }
     const auto rows = [](const std::byte* const* from, std::int64_t channels) {
       return cpu::StoredRows{.rows = from,
-                             .has_next = false,
                              .head_at = 0,
                              .head_bytes = channels * 4,
                              .scales_at = -1,
@@ -86,6 +86,9 @@ struct Block {
     };
     tile.k = rows(k_rows, kQk);
     tile.v = rows(v_rows, kV);
+    tile.asks_for_values = true;
+    tile.next_keys = k_rows;
+    tile.num_next_keys = tokens;
     tile.q = q.data();
     tile.out = out.data();
     tile.scores = scores.data();
@@ -208,7 +211,7 @@ TEST_P(InPlace, ProductsOfInt8AddUpExactly) {
   };
   std::vector<Key> keys(kTokens);
   std::vector<std::int16_t> q(8 * kStride);
-  const std::byte* rows[2 * kTileTokens] = {};
+  const std::byte* rows[kTileTokens] = {};
   const float scales[2] = {0x1p-9f, 0x1p-8f};
   for (std::int64_t t = 0; t < kTileTokens; ++t) {
     Key& key = keys[Block::at(std::min(t, kTokens - 1))];
@@ -244,7 +247,7 @@ TEST_P(InPlace, ProductsOfInt8AddUpExactly) {
   tile.q_codes = q.data();
   tile.q_steps = steps.data();
   tile.q_stride = kStride;
-  tile.k = {.rows = rows, .has_next = false, .head_at = 0, .head_bytes = sizeof(Key),
+  tile.k = {.rows = rows, .head_at = 0, .head_bytes = sizeof(Key),
             .scales_at = kChannels, .scale = 0.f, .channels = kChannels,
             .groups = {.count = 2, .end = {kFirst, kChannels}}};
   kernels().score_int8_in_place(tile);
@@ -261,6 +264,80 @@ TEST_P(InPlace, ProductsOfInt8AddUpExactly) {
       const std::int64_t lanes = kernels().lanes;
       const float got = scores[Block::at((r / lanes * kTileTokens + t) * lanes + r % lanes)];
       ASSERT_NEAR(expected, got, 1e-5) << "row " << r << ", token " << t;
+    }
+  }
+}
+
+TEST_P(InPlace, WeightsInFixedPointMeetInt8) {
+  // Two heads of two groups, neither whole vectors; 1, 2 and 4 rows at once; an odd last token, and
+  // one that no row sees, whose scales are NaN.
+  constexpr std::int64_t kChannels = 90, kFirst = 50, kStride = 112, kHeads = 2, kCount = 7;
+  constexpr std::int64_t kTokens = 51, kHidden = 17, kRows = 16;
+  struct Value {
+    std::int8_t codes[kChannels];
+    std::byte scales[2 * sizeof(float)];
+  };
+  std::vector<std::array<Value, kHeads>> values(kTokens);
+  const std::byte* rows[kTileTokens] = {};
+  const auto scale_of = [](std::int64_t h, std::int64_t t, int g) {
+    return t == kHidden ? kNan : 0.01f * static_cast<float>(1 + (h + 3 * t + 5 * g) % 7);
+  };
+  for (std::int64_t t = 0; t < kTileTokens; ++t) {
+    auto& token = values[Block::at(std::min(t, kTokens - 1))];
+    rows[t] = reinterpret_cast<const std::byte*>(&token);
+    for (std::int64_t h = 0; t < kTokens && h < kHeads; ++h) {
+      for (std::int64_t c = 0; c < kChannels; ++c) {
+        token[Block::at(h)].codes[c] = static_cast<std::int8_t>((37 * t + 101 * c + h) % 256 - 128);
+      }
+      const float scales[2] = {scale_of(h, t, 0), scale_of(h, t, 1)};
+      std::memcpy(token[Block::at(h)].scales, scales, sizeof scales);
+    }
+  }
+  const std::int64_t lanes = kernels().lanes;
+  std::vector<float> weights(kBlockRows * kTileTokens), out(kRows * kStride, 1.f);
+  const auto weight = [&](std::int64_t row, std::int64_t t) -> float& {
+    return weights[Block::at((row / lanes * kTileTokens + t) * lanes + row % lanes)];
+  };
+  std::vector<std::uint64_t> masks(kRows, ~(std::uint64_t{1} << kHidden));
+  for (std::int64_t row = 0; row < kRows; ++row) {
+    for (std::int64_t t = 0; t < kTokens; ++t) {
+      weight(row, t) = t == kHidden ? 0.f : std::exp2(-static_cast<float>((row * 5 + t * 3) % 17));
+    }
+  }
+  cpu::InPlaceTile tile{};
+  tile.scores = weights.data();
+  tile.row_mask = masks.data();
+  tile.capacity = kTileTokens;
+  tile.tokens = kTokens;
+  tile.rows = kRows;
+  tile.heads = kHeads;
+  tile.head_rows = kCount;
+  tile.head_stride = 8;
+  tile.out = out.data();
+  tile.out_stride = kStride;
+  tile.v = {.rows = rows, .head_at = 0, .head_bytes = sizeof(Value),
+            .scales_at = kChannels, .scale = 0.f, .channels = kChannels,
+            .groups = {.count = 2, .end = {kFirst, kChannels}}};
+  const std::vector<float> correction(kBlockRows, 0.5f);
+  kernels().add_int8_in_place(tile, correction.data());
+  for (std::int64_t h = 0; h < kHeads; ++h) {
+    for (std::int64_t r = 0; r < kCount; ++r) {
+      for (std::int64_t c = 0; c < kChannels; ++c) {
+        const std::int64_t row = 8 * h + r;
+        double expected = 0.5, squares = 0, largest = 0;
+        for (std::int64_t t = 0; t < kTokens; ++t) {
+          if (t == kHidden) continue;
+          const double code = values[Block::at(t)][Block::at(h)].codes[c];
+          const double scaled = static_cast<double>(weight(row, t) * scale_of(h, t, c >= kFirst));
+          expected += scaled * code;
+          squares += code * code;
+          largest = std::max(largest, scaled);
+        }
+        // Each is off by 2^-16 of the largest at most: five times the root mean square of the sum.
+        const double allowed = 3 * 0x1p-16 * largest * std::sqrt(squares);
+        ASSERT_NEAR(expected, out[Block::at(row * kStride + c)], allowed)
+            << "head " << h << ", row " << r << ", channel " << c;
+      }
     }
   }
 }

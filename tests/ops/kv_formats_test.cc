@@ -247,9 +247,69 @@ class GqaFormatProblem {
     return all;
   }
 
+  /// By how much elements may be off where weights meet int8 values in fixed point: in each tile of
+  /// 64 keys, products of weight and scale are off by 2^-16 of the largest of them.
+  std::vector<double> fixed_point_errors(float sm_scale) const {
+    constexpr std::int64_t kTile = 64;
+    std::vector<double> all;
+    for (std::size_t r = 0; r < 2; ++r) {
+      const std::int64_t keys = kSeqLens[r];
+      std::vector<double> v;
+      values_.append_values(static_cast<std::int64_t>(r), 0, keys, v);
+      const std::vector<double> all_weights = weights(r, sm_scale);
+      for (std::int64_t row = 0; row < kQueryLens[r] * kHeads; ++row) {
+        const double* row_weights = &all_weights[static_cast<std::size_t>(row * keys)];
+        const std::int64_t head = row % kHeads / (kHeads / kKvHeads);
+        for (std::int64_t c = 0; c < dims_.v; ++c) {
+          double error = 0, largest = 0, codes = 0;
+          for (std::int64_t key = 0; key < keys; ++key) {
+            if (key % kTile == 0) largest = 0, codes = 0;
+            const double* value = &v[static_cast<std::size_t>((key * kKvHeads + head) * dims_.v)];
+            error -= largest * codes;  // Of the tile, up to this key.
+            largest = std::max(largest, row_weights[key] * int8_scale(value, c));
+            codes += std::abs(value[c]) / int8_scale(value, c);
+            error += largest * codes;
+          }
+          all.push_back(0x1p-16 * error);
+        }
+      }
+    }
+    return all;
+  }
+
  private:
   static constexpr std::int64_t kGap = 8;  // Rows stay multiples of 16 bytes in 16-bit dtypes.
 
+  /// [query][head][key] of a request.
+  std::vector<double> weights(std::size_t r, float sm_scale) const {
+    const std::int64_t keys = kSeqLens[r];
+    std::vector<double> k, one_hot(static_cast<std::size_t>(keys * kKvHeads * keys));
+    keys_.append_values(static_cast<std::int64_t>(r), 0, keys, k);
+    for (std::int64_t i = 0; i < keys * kKvHeads; ++i) {
+      one_hot[static_cast<std::size_t>(i * keys + i / kKvHeads)] = 1;
+    }
+    const TensorView q = q_.view().slice(0, kQueryStart[r], kQueryStart[r + 1]);
+    return oracle::attention({.num_queries = kQueryLens[r],
+                              .num_keys = keys,
+                              .num_heads = kHeads,
+                              .num_kv_heads = kKvHeads,
+                              .qk_dim = dims_.qk,
+                              .v_dim = keys,
+                              .sm_scale = static_cast<double>(sm_scale),
+                              .q = to_doubles(q),
+                              .k = k,
+                              .v = one_hot})
+        .out;
+  }
+  /// Of channel c's half of a head, whose largest code is 127.
+  double int8_scale(const double* value, std::int64_t c) const {
+    double largest = 0;
+    const std::int64_t half = dims_.v / 2, begin = c / half * half;
+    for (std::int64_t i = begin; i < begin + half; ++i) {
+      largest = std::max(largest, std::abs(value[i]));
+    }
+    return largest / 127;
+  }
   static std::vector<OwnedKeys> owned(Path path) {
     std::vector<OwnedKeys> keys = kAllKeys;
     if (path != Path::new_tokens_beside) return keys;
@@ -367,10 +427,12 @@ TEST_P(RoundingOverInt8, ElementsAreWithinTheirBound) {
     run_decode(problem, scale);
     const std::vector<double> expected = problem.expected(scale);
     const std::vector<double> magnitudes = problem.expected(scale, true);
+    const std::vector<double> fixed_point = problem.fixed_point_errors(scale);
     const std::vector<double> got = to_doubles(problem.out());
     for (std::size_t i = 0; i < got.size(); ++i) {
       const double unit = std::exp2(std::floor(std::log2(std::abs(expected[i]) + 1e-30)) - 7);
-      const double allowed = 2 * unit + (weight_rounding() + 0x1p-12 + 0x1p-14) * magnitudes[i];
+      const double allowed = 2 * unit + fixed_point[i] +
+                             (weight_rounding() + 0x1p-12 + 0x1p-14) * magnitudes[i];
       ASSERT_NEAR(expected[i], got[i], allowed) << "element " << i << ", scale " << scale;
     }
   }

@@ -30,6 +30,8 @@ struct AttendShape {
   std::int64_t max_heads = 1;   ///< Key heads that these are of.
   bool values_in_keys = false;  ///< A value is the first v_channels of its key.
   bool int8_keys = false;       ///< Stored keys are codes of int8 that meet fixed point.
+  bool int8_values = false;     ///< Stored values are codes of int8 that meet fixed point.
+  bool bf16_keys = false;       ///< Stored keys are bf16.
   float score_factor = 0.f;     ///< sm_scale * log2(e)
   float soft_cap = 0.f;         ///< Of the natural scores; 0: none.
   ChannelGroups k_groups;  ///< Of stored keys; FloatState alone does without these and the next.

@@ -7,8 +7,7 @@
 
 namespace fovea::cpu {
 
-void InPlaceRows::finish_load(const KvFormat& format, std::int64_t tokens,
-                              std::int64_t next_tokens) {
+void InPlaceRows::finish_load(const KvFormat& format, std::int64_t tokens) {
   head_bytes_ = format.head_bytes();
   stored_ = format.scales == KvScales::none
                 ? static_cast<int>(format.dtype)
@@ -19,18 +18,12 @@ void InPlaceRows::finish_load(const KvFormat& format, std::int64_t tokens,
     scales_at_ = kv_per_token::element_bytes(format) + (format.first_group > 0 ? 0 : 4);
   }
   // Kernels take whole register tiles.
-  const auto repeat_last = [&](const std::byte** rows, std::int64_t count) {
-    std::fill(rows + count, rows + kTileTokens, rows[count - 1]);
-  };
-  repeat_last(rows_, tokens);
-  has_next_ = next_tokens > 0;
-  if (has_next_) repeat_last(rows_ + kTileTokens, next_tokens);
+  std::fill(rows_ + tokens, rows_ + kTileTokens, rows_[tokens - 1]);
 }
 
 StoredRows InPlaceRows::from_head(std::int64_t head, std::int64_t channels,
                                   const ChannelGroups& groups) const {
   return {.rows = rows_,
-          .has_next = has_next_,
           .head_at = head * head_bytes_,
           .head_bytes = head_bytes_,
           .scales_at = scales_at_,
@@ -71,7 +64,12 @@ void InPlaceState::set_query(std::int64_t row) {
   const std::int64_t channels = shape_.qk_channels;
   if (shape_.int8_keys) return set_fixed_query(row);
   float* q = q_ + row * q_stride_;
-  for (std::int64_t c = 0; c < channels; ++c) q[c] = query_[c] * shape_.score_factor;
+  const std::int64_t lanes = kernels_.lanes, bundle = 2 * lanes;
+  const std::int64_t bundled = shape_.bf16_keys ? channels / bundle * bundle : 0;
+  for (std::int64_t c = 0; c < channels; ++c) {
+    const std::int64_t in_bundle = c % bundle / 2 + c % 2 * lanes;
+    q[c < bundled ? c / bundle * bundle + in_bundle : c] = query_[c] * shape_.score_factor;
+  }
   std::fill(q + channels, q + q_stride_, 0.f);
 }
 
@@ -95,21 +93,21 @@ void InPlaceState::set_fixed_query(std::int64_t row) {
 void InPlaceState::attend_tile(const HeadRows& heads, const QueryRows& queries,
                                const AttentionVariant& variant, const KeyInterval& tile) {
   const std::int64_t together = std::max<std::int64_t>(kBlockRows / heads.stride, 1);
+  bool asks = true;  // The first block asks for what comes.
   for_each_block<kTokens>(
       queries, variant, tile,
       [&](std::int64_t row, std::int64_t count, const std::uint64_t* masks) {
         for (std::int64_t head = 0; head < heads.num_heads; head += together) {
           attend(heads, head, std::min(together, heads.num_heads - head), row, count, tile.size(),
-                 masks);
+                 masks, asks);
         }
-        keys_.forget_next();
-        values_.forget_next();
+        asks = false;
       });
 }
 
 void InPlaceState::attend(const HeadRows& heads, std::int64_t head, std::int64_t num_heads,
                           std::int64_t row, std::int64_t count, std::int64_t tokens,
-                          const std::uint64_t* masks) {
+                          const std::uint64_t* masks, bool asks) {
   const std::int64_t first = head * heads.stride + row;
   InPlaceTile tile;
   fill(tile, first, num_heads == 1 ? count : num_heads * heads.stride, tokens);
@@ -127,22 +125,25 @@ void InPlaceState::attend(const HeadRows& heads, std::int64_t head, std::int64_t
   tile.k = keys_.from_head(head, shape_.qk_channels, shape_.k_groups);
   if (shape_.values_in_keys) {
     tile.v = keys_.from_head(head, shape_.v_channels, shape_.v_groups);
-    tile.v.has_next = false;
   } else {
     tile.v = values_.from_head(head, shape_.v_channels, shape_.v_groups);
   }
+  tile.asks_for_values = asks && !shape_.values_in_keys;
+  tile.next_keys = asks ? next_keys_ : nullptr;
+  tile.num_next_keys = num_next_keys_;
   tile.heads = num_heads;
   tile.head_rows = count;
   tile.head_stride = heads.stride;
   tile.q_stride = q_stride_;
   tile.out_stride = out_stride_;
-  const int values = shape_.values_in_keys ? keys_.stored() : values_.stored();
   alignas(64) float correction[kBlockRows];
   const auto score = shape_.int8_keys ? kernels_.score_int8_in_place
                                       : kernels_.score_in_place[keys_.stored()];
   score(tile);
   kernels_.weigh(tile, correction);
-  kernels_.add_in_place[values](tile, correction);
+  const int values = shape_.values_in_keys ? keys_.stored() : values_.stored();
+  const auto add = shape_.int8_values ? kernels_.add_int8_in_place : kernels_.add_in_place[values];
+  add(tile, correction);
 }
 
 }  // namespace fovea::cpu

@@ -12,18 +12,12 @@ class InPlaceRows {
   /// Whether elements of `format` are of one kind.
   static bool takes(const KvFormat& format) { return format.scales != KvScales::ds_mla; }
   void set_row(std::int64_t token, const std::byte* first_head) { rows_[token] = first_head; }
-  /// Of the tile that comes next.
-  void set_next(std::int64_t token, const std::byte* first_head) {
-    rows_[kTileTokens + token] = first_head;
-  }
-  /// After the tokens of a tile: their number and that of the next. `format` knows its heads.
-  void finish_load(const KvFormat& format, std::int64_t tokens, std::int64_t next_tokens);
+  /// After the tokens of a tile. `format` knows its heads.
+  void finish_load(const KvFormat& format, std::int64_t tokens);
 
   /// `channels` of heads from `head` on.
   StoredRows from_head(std::int64_t head, std::int64_t channels,
                        const ChannelGroups& groups) const;
-  /// Who has asked for the next tile need not again.
-  void forget_next() { has_next_ = false; }
   /// Index of the elements in the arrays of Kernels.
   int stored() const { return stored_; }
 
@@ -32,8 +26,7 @@ class InPlaceRows {
   std::int64_t scales_at_ = -1;
   float scale_ = 1.f;
   int stored_ = 0;
-  bool has_next_ = false;
-  const std::byte* rows_[2 * kTileTokens];
+  const std::byte* rows_[kTileTokens];
 };
 
 /// Queries, running softmax and sums of the rows of up to max_heads key heads.
@@ -54,6 +47,11 @@ class InPlaceState : public RowState {
   InPlaceRows& keys() { return keys_; }
   /// Not where values are in the keys.
   InPlaceRows& values() { return values_; }
+  /// Keys of the tile that comes next, of `count` tokens.
+  void set_next_key(std::int64_t token, const std::byte* first_head) {
+    next_keys_[token] = first_head;
+  }
+  void set_num_next_keys(std::int64_t count) { num_next_keys_ = count; }
 
   /// The heads' rows of a tile of `tokens` tokens that was loaded.
   void attend_tile(const HeadRows& heads, const QueryRows& queries,
@@ -66,8 +64,9 @@ class InPlaceState : public RowState {
   InPlaceState(const Kernels& kernels, const AttendShape& shape, Carver&& carver);
   void set_fixed_query(std::int64_t row);
   /// Rows [row, row + count) of each of `num_heads` heads. `masks` [count]; nullptr: all see all.
+  /// `asks`: for the memory that is needed next.
   void attend(const HeadRows& heads, std::int64_t head, std::int64_t num_heads, std::int64_t row,
-              std::int64_t count, std::int64_t tokens, const std::uint64_t* masks);
+              std::int64_t count, std::int64_t tokens, const std::uint64_t* masks, bool asks);
 
   std::int64_t q_stride_;
   float* q_;                   ///< [max_rows][q_stride]
@@ -77,6 +76,8 @@ class InPlaceState : public RowState {
   std::int64_t used_;
   InPlaceRows keys_;
   InPlaceRows values_;
+  const std::byte* next_keys_[kTokens];
+  std::int64_t num_next_keys_ = 0;
 };
 
 /// As attend_keys of attend.h, but for reader_of(0).load(state, tile, next), which is of all heads.

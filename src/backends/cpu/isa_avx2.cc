@@ -11,6 +11,7 @@
 #include "backends/cpu/kernels/attend-inl.h"
 #include "backends/cpu/kernels/in_place-inl.h"
 #include "backends/cpu/kernels/score_int8-inl.h"
+#include "backends/cpu/kernels/add_int8-inl.h"
 #include "backends/cpu/kernels/peak-inl.h"
 #include "backends/cpu/kernels/rows-inl.h"
 #include "backends/cpu/kernels/table-inl.h"

@@ -85,10 +85,7 @@ inline constexpr int kNumStored = kNumComputeDTypes + kNumCodes;
 
 /// Keys or values of a tile in memory.
 struct StoredRows {
-  /// [2 * capacity], those of the tile that comes next behind it; readable, if not seen, behind the
-  /// last token too.
-  const std::byte* const* rows;
-  bool has_next;
+  const std::byte* const* rows;  ///< [capacity], readable, if not seen, behind the last token too.
   std::int64_t head_at;     ///< Where the block's first head lies in a row, in bytes.
   std::int64_t head_bytes;  ///< From a head to the next.
   /// Where a head has the float32 scales of its groups, in bytes; negative: all are `scale`.
@@ -105,13 +102,20 @@ inline constexpr std::int64_t kKeyQuad = 4;
 /// Rows of several key heads against keys and values where they lie. Row r of head h is row
 /// h * head_stride + r of the block; those from head_rows on go nowhere.
 struct InPlaceTile : ScoreBlock {
-  const float* q;  ///< Times sm_scale * log2(e): [rows][q_stride], zeros up to whole vectors.
+  /// Times sm_scale * log2(e): [rows][q_stride], zeros up to whole vectors. Against bf16 keys, each
+  /// whole 2 * lanes channels are a vector of the even ones and one of the odd ones.
+  const float* q;
   /// Against int8 keys, in fixed point: [rows][q_stride], groups of the keys in whole quads.
   const std::int16_t* q_codes;
   const float* q_steps;  ///< [rows] what q_codes count, times sm_scale * log2(e).
   float* out;      ///< [rows][out_stride], whole vectors writable: sum of weights times values.
   StoredRows k;
   StoredRows v;
+  /// What is asked for: values while keys are at work, keys of the tile that comes next while
+  /// values are.
+  bool asks_for_values;
+  const std::byte* const* next_keys;  ///< [num_next_keys]; nullptr: there are none.
+  std::int64_t num_next_keys;
   std::int64_t heads;
   std::int64_t head_rows;
   std::int64_t head_stride;  ///< A power of two, or a multiple of kMaxLanes.
@@ -203,6 +207,8 @@ struct Kernels {
   /// values so far shrink by.
   void (*weigh)(const ScoreBlock& block, float* correction);
   void (*add_in_place[kNumStored])(const InPlaceTile& tile, const float* correction);
+  /// The same of i8, weights in fixed point.
+  void (*add_int8_in_place)(const InPlaceTile& tile, const float* correction);
 
   /// `rounds` rounds of independent fused multiply-adds in registers. Returns their floating point
   /// operations; the result goes to `sink` so that they happen.

@@ -40,7 +40,7 @@ class LatentRows {
   }
 
   void load(InPlaceState& state, const KeyInterval& tile, const KeyInterval& next) const {
-    load_in_place(rows_, format_, 0, tile, next, state.keys());
+    load_keys_in_place(rows_, format_, 0, tile, next, state);
   }
 
  private:
@@ -95,6 +95,8 @@ DecodeCall call_of(const MlaDecodeParams& params) {
                               .v_channels = latent,
                               .values_in_keys = true,
                               .int8_keys = meets_fixed_point(format, params.q_latent.dtype),
+                              .int8_values = meets_fixed_point(format, params.q_latent.dtype),
+                              .bf16_keys = format.dtype == DType::bf16,
                               .score_factor = params.sm_scale * std::numbers::log2e_v<float>,
                               .k_groups = StoredPairs::groups(format, channels),
                               .v_groups = StoredPairs::groups(format, latent)}};

@@ -103,8 +103,8 @@ class PagedKvRows {
 
   /// Of decode, whose tokens are all in the cache. All heads of the state, from this one on.
   void load(InPlaceState& state, const KeyInterval& tile, const KeyInterval& next) const {
-    load_in_place(keys_, format_of(*kv_.k_cache), kv_head_, tile, next, state.keys());
-    load_in_place(values_, format_of(*kv_.v_cache), kv_head_, tile, next, state.values());
+    load_keys_in_place(keys_, format_of(*kv_.k_cache), kv_head_, tile, next, state);
+    load_in_place(values_, format_of(*kv_.v_cache), kv_head_, tile, state.values());
   }
 
  private:

@@ -35,17 +35,26 @@ class PagedRows {
   const std::int32_t* blocks_;
 };
 
-/// Heads from `first_head` on of `tile`, and of the tile that comes next. `format` knows its heads.
+/// Heads from `first_head` on of `tile`. `format` knows its heads.
 inline void load_in_place(const PagedRows& rows, const KvFormat& format, std::int64_t first_head,
-                          const KeyInterval& tile, const KeyInterval& next, InPlaceRows& to) {
+                          const KeyInterval& tile, InPlaceRows& to) {
   const std::int64_t offset = first_head * format.head_bytes();
   rows.for_each(tile, [&](std::int64_t position, const std::byte* row) {
     to.set_row(position - tile.begin, row + offset);
   });
+  to.finish_load(format, tile.size());
+}
+
+/// The same of keys, and those of the tile that comes next.
+inline void load_keys_in_place(const PagedRows& rows, const KvFormat& format,
+                               std::int64_t first_head, const KeyInterval& tile,
+                               const KeyInterval& next, InPlaceState& state) {
+  load_in_place(rows, format, first_head, tile, state.keys());
+  const std::int64_t offset = first_head * format.head_bytes();
   rows.for_each(next, [&](std::int64_t position, const std::byte* row) {
-    to.set_next(position - next.begin, row + offset);
+    state.set_next_key(position - next.begin, row + offset);
   });
-  to.finish_load(format, tile.size(), next.size());
+  state.set_num_next_keys(next.size());
 }
 
 }  // namespace fovea::cpu

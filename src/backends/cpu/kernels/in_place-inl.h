@@ -16,9 +16,8 @@
 namespace fovea::cpu::FOVEA_CPU_ISA {
 namespace {
 
-/// Tokens of all heads that are worked on before the next ones. Fewer would load and store sums of
-/// the output more often, more would be further from the order of the memory.
-constexpr std::int64_t kStripTokens = 16;
+/// Tokens of all heads that are scored before the next ones.
+constexpr std::int64_t kStripTokens = 32;
 static_assert(kTileTokens % kStripTokens == 0 && kStripTokens % kDotSums == 0);
 
 /// Stored codes of four bits, two in a byte.
@@ -43,7 +42,23 @@ FOVEA_INLINE Vec load_channels(const std::byte* head, std::int64_t c) {
   }
 }
 
-/// Channels [c, c + n), n < kLanes, and zeros.
+/// Vectors of channels that are loaded together. Those of bf16 have the even channels and the odd
+/// ones, for which a shift or a mask is enough; queries lie in the same order.
+template <class T>
+constexpr int kBundle = __is_same(T, BFloat16) ? 2 : 1;
+
+/// Vector j of those from channel c on, which are whole bundles.
+template <class T>
+FOVEA_INLINE Vec load_bundled(const std::byte* head, std::int64_t c, int j) {
+  if constexpr (kBundle<T> == 2) {
+    const T* bundle = reinterpret_cast<const T*>(head) + c + j / 2 * (2 * kLanes);
+    return j % 2 == 0 ? load_even(bundle) : load_odd(bundle);
+  } else {
+    return load_channels<T>(head, c + j * kLanes);
+  }
+}
+
+/// Channels [c, c + n), n <= kLanes, and zeros.
 template <class T>
 FOVEA_INLINE Vec load_last_channels(const std::byte* head, std::int64_t c, std::int64_t n) {
   if constexpr (kElementBits<T> == 4) {
@@ -56,18 +71,23 @@ FOVEA_INLINE Vec load_last_channels(const std::byte* head, std::int64_t c, std::
   }
 }
 
-/// Asks for the rows of the tile that comes next, line by line in the order of the memory and at
-/// the pace of the work on this one. Measured faster than bursts for a whole tile: loads of this
-/// tile wait behind those.
-class UpcomingRows {
+/// Asks for rows that are needed soon, line by line in the order of the memory and at the pace of
+/// the work on others: for the values of a tile while its keys are at work, for the next tile's
+/// keys while its values are. Measured faster than bursts, since loads wait behind those, and than
+/// asking a tile earlier.
+class RowsAhead {
  public:
-  UpcomingRows(const StoredRows& rows, std::int64_t heads, std::int64_t capacity)
-      : row_(rows.rows + capacity),
-        last_(rows.has_next ? row_ + capacity : row_),
-        head_at_(rows.head_at),
-        bytes_(heads * rows.head_bytes) {}
+  static constexpr std::int64_t kLine = 64;
 
-  /// For as much as kBytes of this tile are.
+  /// `rows` [count] of `layout`; nullptr: none.
+  RowsAhead(const StoredRows& layout, const std::byte* const* rows, std::int64_t count,
+            std::int64_t heads)
+      : row_(rows),
+        last_(rows ? rows + count : rows),
+        head_at_(layout.head_at),
+        bytes_(heads * layout.head_bytes) {}
+
+  /// For as much as kBytes of the rows at work are.
   template <std::int64_t kBytes>
   FOVEA_INLINE void ask() {
     if constexpr (kBytes < kLine) {
@@ -85,7 +105,6 @@ class UpcomingRows {
   }
 
  private:
-  static constexpr std::int64_t kLine = 64;
   FOVEA_INLINE bool ask_line() {
     if (line_ >= end_) {
       if (row_ == last_) return false;
@@ -105,6 +124,13 @@ class UpcomingRows {
   std::int64_t bytes_;
   std::int64_t due_ = 0;
 };
+
+FOVEA_INLINE RowsAhead values_ahead(const InPlaceTile& tile) {
+  return {tile.v, tile.asks_for_values ? tile.v.rows : nullptr, tile.tokens, tile.heads};
+}
+FOVEA_INLINE RowsAhead keys_ahead(const InPlaceTile& tile) {
+  return {tile.k, tile.next_keys, tile.num_next_keys, tile.heads};
+}
 
 /// Of a head that has it.
 FOVEA_INLINE float stored_scale(const StoredRows& rows, const std::byte* head, int group) {
@@ -159,38 +185,46 @@ FOVEA_INLINE void add_dots(const InPlaceTile& tile, const KeySpan& span,
   }
 }
 
-/// The last channels of a group, less than a vector of them. Rare, and not worth its code in
+/// The last channels of a group, less than a bundle of them. Rare, and not worth its code in
 /// the register tile: a call there would keep the sums in memory.
 template <class T, int Rows>
 [[gnu::noinline]] void dot_rest(const InPlaceTile& tile, const KeySpan& span, std::int64_t end) {
-  const float* q = tile.q + span.row * tile.q_stride + span.begin;
+  const float* q = tile.q + span.row * tile.q_stride;
   Vec sum[kDotSums];
   for (int i = 0; i < kDotSums; ++i) {
-    const Vec k_t = load_last_channels<T>(span.heads[i / Rows], span.begin, end - span.begin);
-    sum[i] = mul(k_t, load(q + i % Rows * tile.q_stride));
+    sum[i] = broadcast(0.f);
+    for (std::int64_t c = span.begin; c < end; c += kLanes) {
+      const std::int64_t count = end - c < kLanes ? end - c : kLanes;
+      const Vec k_t = load_last_channels<T>(span.heads[i / Rows], c, count);
+      sum[i] = fma(k_t, load(q + i % Rows * tile.q_stride + c), sum[i]);
+    }
   }
   add_dots<T, Rows>(tile, span, sum);
 }
 
-/// Whole vectors of channels up to `end`. Registers: kDotSums sums, Rows vectors of Q, one of K.
+/// Whole bundles of channels up to `end`. Registers: kDotSums sums, Rows vectors of Q, one of K.
 template <class T, int Rows>
 FOVEA_INLINE void dot_whole(const InPlaceTile& tile, const KeySpan& span, std::int64_t end,
-                            UpcomingRows& next) {
+                            RowsAhead& next) {
   const float* q = tile.q + span.row * tile.q_stride;
   Vec sum[kDotSums];
 #pragma GCC unroll 16
   for (int i = 0; i < kDotSums; ++i) sum[i] = broadcast(0.f);
-  UpcomingRows ahead = next;  // In registers.
-  for (std::int64_t c = span.begin; c < end; c += kLanes) {
-    ahead.ask<kDotSums / Rows * kLanes * kElementBits<T> / 8>();
-    Vec q_c[Rows];
+  RowsAhead ahead = next;  // In registers.
+  // One vector of the bundles after the other: keeping both would take registers from the sums.
+#pragma GCC unroll 2
+  for (int j = 0; j < kBundle<T>; ++j) {
+    for (std::int64_t c = span.begin; c < end; c += kBundle<T> * kLanes) {
+      ahead.ask<kDotSums / Rows * kLanes * kElementBits<T> / 8>();
+      Vec q_c[Rows];
 #pragma GCC unroll 4
-    for (int r = 0; r < Rows; ++r) q_c[r] = load(q + r * tile.q_stride + c);
+      for (int r = 0; r < Rows; ++r) q_c[r] = load(q + r * tile.q_stride + c + j * kLanes);
 #pragma GCC unroll 16
-    for (int t = 0; t < kDotSums / Rows; ++t) {
-      const Vec k_t = load_channels<T>(span.heads[t], c);
+      for (int t = 0; t < kDotSums / Rows; ++t) {
+        const Vec k_t = load_bundled<T>(span.heads[t], c, j);
 #pragma GCC unroll 4
-      for (int r = 0; r < Rows; ++r) sum[t * Rows + r] = fma(k_t, q_c[r], sum[t * Rows + r]);
+        for (int r = 0; r < Rows; ++r) sum[t * Rows + r] = fma(k_t, q_c[r], sum[t * Rows + r]);
+      }
     }
   }
   next = ahead;
@@ -199,7 +233,7 @@ FOVEA_INLINE void dot_whole(const InPlaceTile& tile, const KeySpan& span, std::i
 
 template <class T, int Rows>
 FOVEA_INLINE void dot_tile(const InPlaceTile& tile, std::int64_t head, std::int64_t row,
-                           std::int64_t token, UpcomingRows& next) {
+                           std::int64_t token, RowsAhead& next) {
   const StoredRows& keys = tile.k;
   KeySpan span{.heads = {}, .row = row, .token = token, .group = 0, .begin = 0};
 #pragma GCC unroll 16
@@ -208,7 +242,8 @@ FOVEA_INLINE void dot_tile(const InPlaceTile& tile, std::int64_t head, std::int6
   }
   for (; span.group < keys.groups.count; ++span.group) {
     const std::int64_t end = keys.groups.end[span.group];
-    const std::int64_t whole = span.begin + (end - span.begin) / kLanes * kLanes;
+    constexpr std::int64_t kChannels = kBundle<T> * kLanes;
+    const std::int64_t whole = span.begin + (end - span.begin) / kChannels * kChannels;
     if (span.begin < whole) dot_whole<T, Rows>(tile, span, whole, next);
     span.begin = whole;
     if (whole < end) dot_rest<T, Rows>(tile, span, end);
@@ -219,7 +254,7 @@ FOVEA_INLINE void dot_tile(const InPlaceTile& tile, std::int64_t head, std::int6
 /// Whole register tiles of tokens of a strip: nobody looks at those behind the last.
 template <class T, int Rows>
 void dot_strip(const InPlaceTile& tile, std::int64_t head, std::int64_t row, std::int64_t strip,
-               UpcomingRows& next) {
+               RowsAhead& next) {
   for (std::int64_t t = strip; t < strip + kStripTokens && t < tile.tokens; t += kDotSums / Rows) {
     dot_tile<T, Rows>(tile, head, row, t, next);
   }
@@ -227,7 +262,7 @@ void dot_strip(const InPlaceTile& tile, std::int64_t head, std::int64_t row, std
 
 template <class T>
 void score_in_place(const InPlaceTile& tile) {
-  UpcomingRows next(tile.k, tile.heads, tile.capacity);
+  RowsAhead next = values_ahead(tile);
   for (std::int64_t strip = 0; strip < tile.tokens; strip += kStripTokens) {
     for (std::int64_t head = 0; head < tile.heads; ++head) {
       std::int64_t row = head * tile.head_stride;
@@ -241,7 +276,7 @@ void score_in_place(const InPlaceTile& tile) {
 }
 
 /// Values of tokens [begin, end) of a head, channels from `channel` on of a group, and rows from
-/// `row` of the block on.
+/// `row` of the block on. Sums of such a span are added up before they are added to the output.
 struct ValueSpan {
   std::int64_t head;
   std::int64_t row;
@@ -250,13 +285,13 @@ struct ValueSpan {
   std::int64_t channel;
 };
 
-/// Weights of a strip: as they are, or times the scales of a group of the values.
-struct StripWeights {
-  const float* at;  ///< [row vectors][capacity][lanes]
+/// Weights of a tile [row vectors][capacity][lanes]: as they are, or times the scales of a group of
+/// the values.
+struct TileWeights {
+  const float* at;
   std::int64_t capacity;
-  std::int64_t first_token;
   const float* of(std::int64_t row, std::int64_t token) const {
-    return at + (row / kLanes * capacity + token - first_token) * kLanes + row % kLanes;
+    return at + (row / kLanes * capacity + token) * kLanes + row % kLanes;
   }
 };
 
@@ -289,17 +324,19 @@ FOVEA_INLINE Vec scales_of_heads(const StoredRows& values, const std::byte* head
   return scales;
 }
 
-/// Weights of tokens [begin, end) times the scales of a group of the values.
-void scale_weights(const InPlaceTile& tile, HeadLanes lanes, int group, std::int64_t begin,
-                   std::int64_t end, float* scaled) {
+/// Weights times the scales of a group of the values: [row vectors][kTileTokens][lanes]. Asks for half
+/// a line with each vector, lest memory wait for the products.
+void scale_weights(const InPlaceTile& tile, HeadLanes lanes, int group, float* scaled,
+                   RowsAhead& next) {
   const StoredRows& values = tile.v;
   for (std::int64_t row = 0; row < tile.rows; row += kLanes) {
     const std::int64_t first = row / tile.head_stride;
     if (tile.heads - first < lanes.heads) lanes.heads = tile.heads - first;
     const std::int64_t head_at = values.offset_of(first);
-    const float* weights = score_at(tile, row, begin);
-    float* to = scaled + row * kStripTokens;
-    for (std::int64_t t = begin; t < end; ++t, weights += kLanes, to += kLanes) {
+    const float* weights = score_at(tile, row, 0);
+    float* to = scaled + row * kTileTokens;
+    for (std::int64_t t = 0; t < tile.tokens; ++t, weights += kLanes, to += kLanes) {
+      next.ask<RowsAhead::kLine / 2>();
       const Vec scales = values.scales_at < 0
                              ? broadcast(values.scale)
                              : scales_of_heads(values, values.rows[t] + head_at, group, lanes);
@@ -308,11 +345,11 @@ void scale_weights(const InPlaceTile& tile, HeadLanes lanes, int group, std::int
   }
 }
 
-/// out[Rows][Vectors * lanes] += weights times values. Registers: Rows x Vectors sums, Vectors of
-/// V, one broadcast of P.
+/// out[Rows][Vectors * lanes] += weights times values, of whole bundles. Registers: Rows x Vectors
+/// sums, Vectors of V, one broadcast of P.
 template <class T, int Rows, int Vectors>
 FOVEA_INLINE void add_tile(const InPlaceTile& tile, const ValueSpan& span,
-                           const StripWeights& weights, UpcomingRows& next) {
+                           const TileWeights& weights, RowsAhead& next) {
   const StoredRows& values = tile.v;
   const std::int64_t head_at = values.offset_of(span.head);
   float* out = tile.out + span.row * tile.out_stride + span.channel;
@@ -320,16 +357,16 @@ FOVEA_INLINE void add_tile(const InPlaceTile& tile, const ValueSpan& span,
 #pragma GCC unroll 4
   for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 8
-    for (int j = 0; j < Vectors; ++j) sum[r][j] = load(out + r * tile.out_stride + j * kLanes);
+    for (int j = 0; j < Vectors; ++j) sum[r][j] = broadcast(0.f);
   }
   const float* p = weights.of(span.row, span.begin);
-  UpcomingRows ahead = next;  // In registers.
+  RowsAhead ahead = next;  // In registers.
   for (std::int64_t t = span.begin; t < span.end; ++t, p += kLanes) {
     ahead.ask<Vectors * kLanes * kElementBits<T> / 8>();
     const std::byte* v = values.rows[t] + head_at;
     Vec v_t[Vectors];
 #pragma GCC unroll 8
-    for (int j = 0; j < Vectors; ++j) v_t[j] = load_channels<T>(v, span.channel + j * kLanes);
+    for (int j = 0; j < Vectors; ++j) v_t[j] = load_bundled<T>(v, span.channel, j);
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
       const Vec p_r = broadcast(p[r]);
@@ -340,23 +377,35 @@ FOVEA_INLINE void add_tile(const InPlaceTile& tile, const ValueSpan& span,
   next = ahead;
 #pragma GCC unroll 4
   for (int r = 0; r < Rows; ++r) {
+    if constexpr (kBundle<T> == 2) {
 #pragma GCC unroll 8
-    for (int j = 0; j < Vectors; ++j) store(out + r * tile.out_stride + j * kLanes, sum[r][j]);
+      for (int j = 0; j < Vectors; j += 2) join_even_odd(&sum[r][j], &sum[r][j + 1]);
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < Vectors; ++j) {
+      float* to = out + r * tile.out_stride + j * kLanes;
+      store(to, add(load(to), sum[r][j]));
+    }
   }
 }
 
-/// The last channels of a group: as dot_rest.
+/// Channels [span.channel, end), the last of a group: as dot_rest.
 template <class T, int Rows>
 [[gnu::noinline]] void add_rest(const InPlaceTile& tile, const ValueSpan& span,
-                                const StripWeights& weights, std::int64_t channels) {
-  float* out = tile.out + span.row * tile.out_stride + span.channel;
-  const float* p = weights.of(span.row, span.begin);
-  for (std::int64_t t = span.begin; t < span.end; ++t, p += kLanes) {
-    const std::byte* v = tile.v.rows[t] + tile.v.offset_of(span.head);
-    const Vec v_t = load_last_channels<T>(v, span.channel, channels);
+                                const TileWeights& weights, std::int64_t end) {
+  for (std::int64_t c = span.channel; c < end; c += kLanes) {
+    const std::int64_t count = end - c < kLanes ? end - c : kLanes;
+    Vec sum[Rows];
+    for (int r = 0; r < Rows; ++r) sum[r] = broadcast(0.f);
+    const float* p = weights.of(span.row, span.begin);
+    for (std::int64_t t = span.begin; t < span.end; ++t, p += kLanes) {
+      const std::byte* v = tile.v.rows[t] + tile.v.offset_of(span.head);
+      const Vec v_t = load_last_channels<T>(v, c, count);
+      for (int r = 0; r < Rows; ++r) sum[r] = fma(broadcast(p[r]), v_t, sum[r]);
+    }
     for (int r = 0; r < Rows; ++r) {
-      float* sum = out + r * tile.out_stride;
-      store(sum, fma(broadcast(p[r]), v_t, load(sum)));
+      float* out = tile.out + (span.row + r) * tile.out_stride + c;
+      store(out, add(load(out), sum[r]));
     }
   }
 }
@@ -364,22 +413,23 @@ template <class T, int Rows>
 /// Rows from span.row on, all of which see the tokens, and channels up to `end` of the group.
 template <class T, int Rows>
 void add_rows(const InPlaceTile& tile, ValueSpan span, std::int64_t end,
-              const StripWeights& weights, UpcomingRows& next) {
+              const TileWeights& weights, RowsAhead& next) {
   constexpr int kVectors = kDotSums / Rows;
   for (; end - span.channel >= kVectors * kLanes; span.channel += kVectors * kLanes) {
     add_tile<T, Rows, kVectors>(tile, span, weights, next);
   }
-  for (; end - span.channel >= kLanes; span.channel += kLanes) {
-    add_tile<T, Rows, 1>(tile, span, weights, next);
+  constexpr std::int64_t kChannels = kBundle<T> * kLanes;
+  for (; end - span.channel >= kChannels; span.channel += kChannels) {
+    add_tile<T, Rows, kBundle<T>>(tile, span, weights, next);
   }
-  if (span.channel < end) add_rest<T, Rows>(tile, span, weights, end - span.channel);
+  if (span.channel < end) add_rest<T, Rows>(tile, span, weights, end);
 }
 
 /// As add_rows, of the tokens that the row sees: a value is never multiplied by the weight 0 of a
 /// row that does not see it, since it may be NaN.
 template <class T>
 void add_seen(const InPlaceTile& tile, const ValueSpan& all, std::int64_t end,
-              const StripWeights& weights, UpcomingRows& next) {
+              const TileWeights& weights, RowsAhead& next) {
   ValueSpan span = all;
   while (span.begin < all.end) {
     const std::uint64_t seen = tile.row_mask[span.row] >> span.begin;
@@ -396,7 +446,7 @@ void add_seen(const InPlaceTile& tile, const ValueSpan& all, std::int64_t end,
 /// All rows of a head.
 template <class T>
 void add_head(const InPlaceTile& tile, ValueSpan span, std::int64_t end,
-              const StripWeights& weights, UpcomingRows& next) {
+              const TileWeights& weights, RowsAhead& next) {
   const std::int64_t last = span.row + tile.head_rows;
   for (; tile.row_mask && span.row < last; ++span.row) add_seen<T>(tile, span, end, weights, next);
   for (; span.row + 4 <= last; span.row += 4) add_rows<T, 4>(tile, span, end, weights, next);
@@ -420,26 +470,22 @@ void correct_rows(const InPlaceTile& tile, const float* correction) {
 template <class T>
 void add_in_place(const InPlaceTile& tile, const float* correction) {
   correct_rows(tile, correction);
-  UpcomingRows next(tile.v, tile.heads, tile.capacity);
+  RowsAhead next = keys_ahead(tile);
   const HeadLanes lanes = head_lanes(tile);
-  alignas(64) float scaled[kBlockRows * kStripTokens];
-  for (std::int64_t strip = 0; strip < tile.tokens; strip += kStripTokens) {
-    const std::int64_t rest = strip + kStripTokens;
-    const std::int64_t strip_end = rest < tile.tokens ? rest : tile.tokens;
-    std::int64_t channel = 0;
-    for (int g = 0; g < tile.v.groups.count; ++g) {
-      StripWeights weights{.at = tile.scores, .capacity = tile.capacity, .first_token = 0};
-      if constexpr (kHasScales<T>) {
-        scale_weights(tile, lanes, g, strip, strip_end, scaled);
-        weights = {.at = scaled, .capacity = kStripTokens, .first_token = strip};
-      }
-      for (std::int64_t head = 0; head < tile.heads; ++head) {
-        add_head<T>(tile, {.head = head, .row = head * tile.head_stride, .begin = strip,
-                           .end = strip_end, .channel = channel},
-                    tile.v.groups.end[g], weights, next);
-      }
-      channel = tile.v.groups.end[g];
+  alignas(64) float scaled[kBlockRows * kTileTokens];
+  std::int64_t channel = 0;
+  for (int g = 0; g < tile.v.groups.count; ++g) {
+    TileWeights weights{.at = tile.scores, .capacity = tile.capacity};
+    if constexpr (kHasScales<T>) {
+      scale_weights(tile, lanes, g, scaled, next);
+      weights = {.at = scaled, .capacity = kTileTokens};
     }
+    for (std::int64_t head = 0; head < tile.heads; ++head) {
+      add_head<T>(tile, {.head = head, .row = head * tile.head_stride, .begin = 0,
+                         .end = tile.tokens, .channel = channel},
+                  tile.v.groups.end[g], weights, next);
+    }
+    channel = tile.v.groups.end[g];
   }
   next.ask_rest();
 }

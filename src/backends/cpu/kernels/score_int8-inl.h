@@ -3,103 +3,108 @@
 //
 //   S[row][token] = K[token][:] . Q[row][:]        lanes are tokens
 //
-// Keys of as many tokens as a vector has lanes are transposed in registers, four channels of a
-// token in a lane, and meet broadcasts of the query: no sum is left within a vector, and the scales
-// of tokens are a vector too. Products are exact, so that their order is free.
+// Keys of as many tokens as a vector has lanes are transposed, four channels of a token in a lane,
+// and meet broadcasts of the query: no sum is left within a vector, and the scales of tokens are a
+// vector too. Products are exact, so that their order is free.
 
 namespace fovea::cpu::FOVEA_CPU_ISA {
 namespace {
 
-/// Channels of a vector: four in a lane.
+/// Channels of a vector of codes: four in a lane.
 constexpr std::int64_t kQuadChannels = kKeyQuad * kLanes;
-static_assert(kStripTokens % kLanes == 0);
+/// Vectors of tokens that share broadcasts of the query.
+constexpr int kColumnVectors = 2;
+constexpr std::int64_t kColumnTokens = kColumnVectors * kLanes;
+static_assert(kStripTokens % kColumnTokens == 0);
+/// Channels that are transposed before they are multiplied: 8 KiB of pairs of 32 tokens.
+constexpr std::int64_t kColumnChannels = 2 * kQuadChannels;
 
-/// Channels of one group against Rows rows.
-struct QuadSpan {
-  const std::byte* heads[kLanes];  ///< The keys' heads.
-  const std::int16_t* q;           ///< Of the first row, from the span's first channel on.
-  std::int64_t q_stride;
-  std::int64_t begin;  ///< In the heads.
-  std::int64_t end;
-};
-
-/// Sums of a row: kIntChains of them, so that one product need not wait for the other.
-template <int Rows>
-struct QuadSums {
-  IntVec of[Rows][kIntChains];
-  FOVEA_INLINE QuadSums() {
-#pragma GCC unroll 4
-    for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 2
-      for (int i = 0; i < kIntChains; ++i) of[r][i] = broadcast_int(0);
-    }
+/// Keys of kColumnTokens tokens, transposed: of each quad of channels the even pair, then the odd.
+struct KeyColumns {
+  IntPairs pairs[2 * kColumnChannels / kKeyQuad][kColumnVectors];
+  std::int64_t quads = 0;
+  FOVEA_INLINE void put(std::int64_t quad, int vector, IntVec codes) {
+    pairs[2 * quad][vector] = ((IntPairs)codes << 8) >> 8;
+    pairs[2 * quad + 1][vector] = (IntPairs)codes >> 8;
   }
 };
 
-template <int Rows>
-FOVEA_INLINE void add_quads(IntVec quads, const std::int16_t* q, std::int64_t q_stride,
-                            QuadSums<Rows>& sums) {
-  const IntPairs even = ((IntPairs)quads << 8) >> 8, odd = (IntPairs)quads >> 8;
-#pragma GCC unroll 4
-  for (int r = 0; r < Rows; ++r) {
-    const std::int16_t* q_r = q + r * q_stride;
-    IntVec &first = sums.of[r][0], &last = sums.of[r][kIntChains - 1];
-    first = dot_int_pairs(first, even, broadcast_int_pair(q_r));
-    last = dot_int_pairs(last, odd, broadcast_int_pair(q_r + 2));
-  }
-}
-
-/// scores[r * kStripTokens] becomes, or from the second span on grows by, sums times factors.
-template <int Rows>
-FOVEA_INLINE void add_sums(const QuadSums<Rows>& sums, Vec scales, const float* steps,
-                           bool is_first, float* scores) {
-#pragma GCC unroll 4
-  for (int r = 0; r < Rows; ++r) {
-    float* to = scores + r * kStripTokens;
-    const Vec factors = mul(scales, broadcast(steps[r]));
-    IntVec sum = sums.of[r][0];
-    if constexpr (kIntChains == 2) sum = add(sum, sums.of[r][1]);
-    const Vec score = mul(to_f32(sum), factors);
-    store(to, is_first ? score : add(load(to), score));
-  }
-}
-
-/// Whole vectors of channels. Registers: kLanes of K, Rows x kIntChains sums.
-template <int Rows>
-FOVEA_INLINE QuadSums<Rows> sum_whole(const QuadSpan& span, UpcomingRows& next) {
-  QuadSums<Rows> sums;
-  const std::int16_t* q = span.q;
-  UpcomingRows ahead = next;  // In registers.
-  for (std::int64_t c = span.begin; c < span.end; c += kQuadChannels, q += kQuadChannels) {
-    IntVec quads[kLanes];
+/// Codes of kLanes heads from channel c on, zeros from `end` on.
+FOVEA_INLINE void load_quads(const std::byte* const* heads, std::int64_t c, std::int64_t end,
+                             IntVec (&codes)[kLanes]) {
+  if (end - c >= kQuadChannels) {
 #pragma GCC unroll 16
-    for (int t = 0; t < kLanes; ++t) {
-      __builtin_memcpy(&quads[t], span.heads[t] + c, sizeof quads[t]);
+    for (int t = 0; t < kLanes; ++t) __builtin_memcpy(&codes[t], heads[t] + c, sizeof codes[t]);
+    return;
+  }
+  for (int t = 0; t < kLanes; ++t) {
+    codes[t] = broadcast_int(0);
+    __builtin_memcpy(&codes[t], heads[t] + c, static_cast<std::size_t>(end - c));
+  }
+}
+
+/// Channels [begin, end) of the heads of kColumnTokens tokens, at most kColumnChannels. Asks for half
+/// of what comes, products for the other half: too much at once would hold up the loads here.
+FOVEA_INLINE void transpose_keys(const std::byte* const* heads, std::int64_t begin,
+                                 std::int64_t end, KeyColumns& columns, RowsAhead& next) {
+  RowsAhead ahead = next;  // In registers.
+  for (int vector = 0; vector < kColumnVectors; ++vector, heads += kLanes) {
+    std::int64_t quad = 0;
+    for (std::int64_t c = begin; c < end; c += kQuadChannels, quad += kLanes) {
+      IntVec codes[kLanes];
+      load_quads(heads, c, end, codes);
+      for_each_column(codes, [&](int i, IntVec column) __attribute__((always_inline)) {
+        ahead.ask<kQuadChannels / 2>();
+        columns.put(quad + i, vector, column);
+      });
     }
-    for_each_column(quads, [&](int i, IntVec column) __attribute__((always_inline)) {
-      ahead.ask<kQuadChannels>();
-      add_quads<Rows>(column, q + kKeyQuad * i, span.q_stride, sums);
-    });
   }
   next = ahead;
-  return sums;
+  columns.quads = (end - begin + kKeyQuad - 1) / kKeyQuad;
 }
 
-/// The last channels of a group, less than a vector of them.
+/// What the columns' tokens are scored with, and where to.
+struct ColumnScores {
+  const std::int16_t* q;       ///< Codes of row 0 of the block from the columns' channels on.
+  Vec scales[kColumnVectors];  ///< Of the tokens.
+  bool is_first;               ///< Else scores add to what is there.
+  float* scores;               ///< [rows][kStripTokens]
+};
+
+/// Rows [row, row + Rows). Registers: Rows x kColumnVectors sums, as many pairs of K, one of Q.
 template <int Rows>
-[[gnu::noinline]] void score_rest(const QuadSpan& span, Vec scales, const float* steps,
-                                  bool is_first, float* scores) {
-  IntVec quads[kLanes] = {};
-  for (int t = 0; t < kLanes; ++t) {
-    __builtin_memcpy(&quads[t], span.heads[t] + span.begin,
-                     static_cast<std::size_t>(span.end - span.begin));
+FOVEA_INLINE void score_columns(const InPlaceTile& tile, const KeyColumns& columns,
+                                const ColumnScores& to, std::int64_t row, RowsAhead& next) {
+  const std::int16_t* q = to.q + row * tile.q_stride;
+  IntVec sum[Rows][kColumnVectors];
+#pragma GCC unroll 4
+  for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 2
+    for (int i = 0; i < kColumnVectors; ++i) sum[r][i] = broadcast_int(0);
   }
-  QuadSums<Rows> sums;
-  for_each_column(quads, [&](int i, IntVec column) __attribute__((always_inline)) {
-    if (span.begin + kKeyQuad * i >= span.end) return;
-    add_quads<Rows>(column, span.q + kKeyQuad * i, span.q_stride, sums);
-  });
-  add_sums<Rows>(sums, scales, steps, is_first, scores);
+  RowsAhead ahead = next;  // In registers.
+  for (std::int64_t pair = 0; pair < 2 * columns.quads; ++pair, q += 2) {
+    ahead.ask<kColumnTokens * kKeyQuad / 4>();
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) {
+      const IntPairs q_r = broadcast_int_pair(q + r * tile.q_stride);
+#pragma GCC unroll 2
+      for (int i = 0; i < kColumnVectors; ++i) {
+        sum[r][i] = dot_int_pairs(sum[r][i], columns.pairs[pair][i], q_r);
+      }
+    }
+  }
+  next = ahead;
+#pragma GCC unroll 4
+  for (int r = 0; r < Rows; ++r) {
+    const Vec step = broadcast(tile.q_steps[row + r]);
+    float* scores = to.scores + (row + r) * kStripTokens;
+#pragma GCC unroll 2
+    for (int i = 0; i < kColumnVectors; ++i, scores += kLanes) {
+      const Vec score = mul(to_f32(sum[r][i]), mul(to.scales[i], step));
+      store(scores, to.is_first ? score : add(load(scores), score));
+    }
+  }
 }
 
 FOVEA_INLINE Vec scales_of(const StoredRows& keys, const std::byte* const* heads, int group) {
@@ -110,31 +115,30 @@ FOVEA_INLINE Vec scales_of(const StoredRows& keys, const std::byte* const* heads
   return load(scales);
 }
 
-/// scores[r * kStripTokens] of kLanes tokens from `token` on, for rows from `row` on.
-template <int Rows>
-void score_rows(const InPlaceTile& tile, std::int64_t head, std::int64_t row, std::int64_t token,
-                float* scores, UpcomingRows& next) {
+/// scores[row * kStripTokens] of a head's rows and of kColumnTokens tokens from `token` on.
+void score_int8_head(const InPlaceTile& tile, std::int64_t head, std::int64_t token, float* scores,
+                     RowsAhead& next) {
   const StoredRows& keys = tile.k;
-  const float* steps = tile.q_steps + row;
-  QuadSpan span{.heads = {}, .q = tile.q_codes + row * tile.q_stride, .q_stride = tile.q_stride,
-                .begin = 0, .end = 0};
-  for (int t = 0; t < kLanes; ++t) span.heads[t] = keys.rows[token + t] + keys.offset_of(head);
+  const std::byte* heads[kColumnTokens];
+  for (int t = 0; t < kColumnTokens; ++t) heads[t] = keys.rows[token + t] + keys.offset_of(head);
+  const std::int64_t first = head * tile.head_stride, last = first + tile.head_rows;
+  alignas(64) KeyColumns columns;
+  ColumnScores to{.q = tile.q_codes, .scales = {}, .is_first = true, .scores = scores};
+  std::int64_t begin = 0;
   for (int g = 0; g < keys.groups.count; ++g) {
-    const std::int64_t end = keys.groups.end[g];
-    const std::int64_t whole = (end - span.begin) / kQuadChannels * kQuadChannels;
-    const Vec scales = scales_of(keys, span.heads, g);
-    span.end = span.begin + whole;
-    if (whole > 0) {
-      add_sums<Rows>(sum_whole<Rows>(span, next), scales, steps, span.begin == 0, scores);
+    for (int i = 0; i < kColumnVectors; ++i) to.scales[i] = scales_of(keys, heads + i * kLanes, g);
+    while (begin < keys.groups.end[g]) {
+      const std::int64_t most = begin + kColumnChannels;
+      const std::int64_t end = keys.groups.end[g] < most ? keys.groups.end[g] : most;
+      transpose_keys(heads, begin, end, columns, next);
+      std::int64_t row = first;
+      for (; row + 4 <= last; row += 4) score_columns<4>(tile, columns, to, row, next);
+      for (; row + 2 <= last; row += 2) score_columns<2>(tile, columns, to, row, next);
+      if (row < last) score_columns<1>(tile, columns, to, row, next);
+      to.q += columns.quads * kKeyQuad;
+      to.is_first = false;
+      begin = end;
     }
-    span.begin = span.end;
-    span.q += whole;
-    span.end = end;
-    if (span.begin < end) {
-      score_rest<Rows>(span, scales, steps, span.begin == 0, scores);
-      span.q += (end - span.begin + kKeyQuad - 1) / kKeyQuad * kKeyQuad;
-    }
-    span.begin = end;
   }
 }
 
@@ -153,23 +157,14 @@ void put_strip(const InPlaceTile& tile, std::int64_t strip, const float* scores)
   }
 }
 
-/// Whole vectors of tokens: nobody looks at those behind the last, nor at rows behind a head's.
+/// Whole strips of tokens: nobody looks at those behind the last, nor at rows behind a head's.
 void score_int8_in_place(const InPlaceTile& tile) {
   alignas(64) float scores[kBlockRows * kStripTokens] = {};
-  UpcomingRows next(tile.k, tile.heads, tile.capacity);
+  RowsAhead next = values_ahead(tile);
   for (std::int64_t strip = 0; strip < tile.tokens; strip += kStripTokens) {
     for (std::int64_t head = 0; head < tile.heads; ++head) {
-      for (std::int64_t t = 0; t < kStripTokens; t += kLanes) {
-        std::int64_t row = head * tile.head_stride;
-        const std::int64_t end = row + tile.head_rows;
-        float* to = scores + row * kStripTokens + t;
-        for (; row + 4 <= end; row += 4, to += 4 * kStripTokens) {
-          score_rows<4>(tile, head, row, strip + t, to, next);
-        }
-        for (; row + 2 <= end; row += 2, to += 2 * kStripTokens) {
-          score_rows<2>(tile, head, row, strip + t, to, next);
-        }
-        if (row < end) score_rows<1>(tile, head, row, strip + t, to, next);
+      for (std::int64_t t = 0; t < kStripTokens; t += kColumnTokens) {
+        score_int8_head(tile, head, strip + t, scores + t, next);
       }
     }
     put_strip(tile, strip, scores);

@@ -20,6 +20,7 @@ const Kernels kKernels = {
     {add_in_place<float>, add_in_place<Float16>, add_in_place<BFloat16>,
      add_in_place<Float8E4M3FN>, add_in_place<Float8E5M2>, add_in_place<std::int8_t>,
      add_in_place<Nibbles>},
+    add_int8_in_place,
     multiply_add_rounds,
     sum,
     FOVEA_CPU_PAIRS,

@@ -25,8 +25,6 @@ constexpr int kPvRows = 4;
 constexpr int kPvVectors = 3;
 // 4 x 2, 2 x 4 or 1 x 8 accumulators, four vectors of Q and one of K.
 constexpr int kDotSums = 8;
-// Sums of integer products of a row: only an addition is in their chain.
-constexpr int kIntChains = 1;
 
 FOVEA_INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
 FOVEA_INLINE void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
@@ -66,6 +64,21 @@ FOVEA_INLINE IntPairs broadcast_int_pair(const std::int16_t* p) {
   std::int32_t pair;
   __builtin_memcpy(&pair, p, sizeof pair);
   return (IntPairs)_mm256_set1_epi32(pair);
+}
+FOVEA_INLINE IntPairs load_int_pairs(const std::int8_t* p) {
+  return (IntPairs)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+/// Pairs (a[i], b[i]) of 2 * kLanes channels: within 128 bits, so that channels 0-3 and 8-11 are
+/// low.
+FOVEA_INLINE void interleave(IntPairs a, IntPairs b, IntPairs* low, IntPairs* high) {
+  *low = (IntPairs)_mm256_unpacklo_epi16((__m256i)a, (__m256i)b);
+  *high = (IntPairs)_mm256_unpackhi_epi16((__m256i)a, (__m256i)b);
+}
+/// Vectors in the order of interleave, in that of the channels.
+FOVEA_INLINE void restore_order(Vec* low, Vec* high) {
+  const Vec a = *low;
+  *low = _mm256_permute2f128_ps(a, *high, 0x20);
+  *high = _mm256_permute2f128_ps(a, *high, 0x31);
 }
 /// sum + a.first * b.first + a.second * b.second
 FOVEA_INLINE IntVec dot_int_pairs(IntVec sum, IntPairs a, IntPairs b) {
@@ -115,6 +128,21 @@ FOVEA_INLINE Vec load(const Float16* p) {
 FOVEA_INLINE Vec load(const BFloat16* p) {
   const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+/// Channels 0, 2, .. and 1, 3, .. of 2 * kLanes.
+FOVEA_INLINE Vec load_even(const BFloat16* p) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+}
+FOVEA_INLINE Vec load_odd(const BFloat16* p) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(-0x10000)));
+}
+/// In the channels' own order.
+FOVEA_INLINE void join_even_odd(Vec* even, Vec* odd) {
+  const Vec low = _mm256_unpacklo_ps(*even, *odd), high = _mm256_unpackhi_ps(*even, *odd);
+  *even = _mm256_permute2f128_ps(low, high, 0x20);
+  *odd = _mm256_permute2f128_ps(low, high, 0x31);
 }
 FOVEA_INLINE Vec load(const std::int8_t* p) {
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));

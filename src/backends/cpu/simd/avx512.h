@@ -24,12 +24,6 @@ constexpr int kPvRows = 8;
 constexpr int kPvVectors = 3;
 // 4 x 4, 2 x 8 or 1 x 16 accumulators, four vectors of Q and one of K.
 constexpr int kDotSums = 16;
-// Products that add themselves have a latency of 5; else only the addition is in a chain.
-#ifdef __AVX512VNNI__
-constexpr int kIntChains = 2;
-#else
-constexpr int kIntChains = 1;
-#endif
 
 FOVEA_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
 FOVEA_INLINE void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
@@ -73,6 +67,21 @@ FOVEA_INLINE IntVec dot_int_pairs(IntVec sum, IntPairs a, IntPairs b) {
 #else
   return sum + (IntVec)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #endif
+}
+/// Pairs (a[i], b[i]) of 2 * kLanes channels: within 128 bits, so that channels 0-3, 8-11, 16-19
+/// and 24-27 are low.
+FOVEA_INLINE void interleave(IntPairs a, IntPairs b, IntPairs* low, IntPairs* high) {
+  *low = (IntPairs)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b);
+  *high = (IntPairs)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b);
+}
+/// Vectors in the order of interleave, in that of the channels.
+FOVEA_INLINE void restore_order(Vec* low, Vec* high) {
+  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i second =
+      _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  const Vec a = *low;
+  *low = _mm512_permutex2var_ps(a, first, *high);
+  *high = _mm512_permutex2var_ps(a, second, *high);
 }
 
 /// Lane i: the sum of the lanes of v[i], in one order for all.
@@ -125,6 +134,21 @@ FOVEA_INLINE Vec load(const Float16* p) {
 FOVEA_INLINE Vec load(const BFloat16* p) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+/// Channels 0, 2, .. and 1, 3, .. of 2 * kLanes.
+FOVEA_INLINE Vec load_even(const BFloat16* p) {
+  return (Vec)_mm512_slli_epi32(_mm512_loadu_si512(p), 16);
+}
+FOVEA_INLINE Vec load_odd(const BFloat16* p) {
+  return (Vec)_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(-0x10000));
+}
+/// In the channels' own order.
+FOVEA_INLINE void join_even_odd(Vec* even, Vec* odd) {
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  const Vec first = *even;
+  *even = _mm512_permutex2var_ps(first, low, *odd);
+  *odd = _mm512_permutex2var_ps(first, high, *odd);
 }
 FOVEA_INLINE Vec load(const std::int8_t* p) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));

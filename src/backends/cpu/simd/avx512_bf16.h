@@ -45,22 +45,12 @@ FOVEA_INLINE Pairs round_to_pairs(Vec first, Vec second) {
   const __m512i upper = _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16);
   return _mm512_or_si512(_mm512_cvtepu16_epi32(low), upper);
 }
-/// Pairs (a[i], b[i]) of 2 * kLanes channels of two bytes: within 128 bits, so that channels 0-3,
-/// 8-11, 16-19 and 24-27 are low.
+/// The same of 2 * kLanes channels of two bytes in memory.
 FOVEA_INLINE void interleave(const void* a, const void* b, Pairs* low, Pairs* high) {
-  const __m512i row_a = _mm512_loadu_si512(a);
-  const __m512i row_b = _mm512_loadu_si512(b);
-  *low = _mm512_unpacklo_epi16(row_a, row_b);
-  *high = _mm512_unpackhi_epi16(row_a, row_b);
-}
-/// Vectors in the order of interleave, in that of the channels.
-FOVEA_INLINE void restore_order(Vec* low, Vec* high) {
-  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  const __m512i second =
-      _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-  const Vec a = *low;
-  *low = _mm512_permutex2var_ps(a, first, *high);
-  *high = _mm512_permutex2var_ps(a, second, *high);
+  IntPairs first, second;
+  interleave((IntPairs)_mm512_loadu_si512(a), (IntPairs)_mm512_loadu_si512(b), &first, &second);
+  *low = (Pairs)first;
+  *high = (Pairs)second;
 }
 /// The larger exponents, half by half, as any_not_finite wants them.
 FOVEA_INLINE Pairs larger_exponents(Pairs exponents, Pairs v) {

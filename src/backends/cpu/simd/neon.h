@@ -25,8 +25,6 @@ constexpr int kPvRows = 4;
 constexpr int kPvVectors = 4;
 // 2 x 4 or 1 x 8 accumulators, two vectors of Q and one of K.
 constexpr int kDotSums = 8;
-// Sums of integer products of a row: only an addition is in their chain.
-constexpr int kIntChains = 1;
 
 FOVEA_INLINE Vec load(const float* p) { return vld1q_f32(p); }
 FOVEA_INLINE void store(float* p, Vec v) { vst1q_f32(p, v); }
@@ -61,6 +59,14 @@ FOVEA_INLINE IntPairs broadcast_int_pair(const std::int16_t* p) {
   __builtin_memcpy(&pair, p, sizeof pair);
   return vreinterpretq_s16_s32(vdupq_n_s32(pair));
 }
+FOVEA_INLINE IntPairs load_int_pairs(const std::int8_t* p) { return vmovl_s8(vld1_s8(p)); }
+/// Pairs (a[i], b[i]) of 2 * kLanes channels.
+FOVEA_INLINE void interleave(IntPairs a, IntPairs b, IntPairs* low, IntPairs* high) {
+  *low = vzip1q_s16(a, b);
+  *high = vzip2q_s16(a, b);
+}
+/// Vectors in the order of interleave, in that of the channels: they are.
+FOVEA_INLINE void restore_order(Vec*, Vec*) {}
 /// sum + a.first * b.first + a.second * b.second
 FOVEA_INLINE IntVec dot_int_pairs(IntVec sum, IntPairs a, IntPairs b) {
   const IntVec low = vmull_s16(vget_low_s16(a), vget_low_s16(b));
@@ -101,6 +107,23 @@ FOVEA_INLINE Vec from_f16(uint16x4_t bits) { return vcvt_f32_f16(vreinterpret_f1
 FOVEA_INLINE Vec load(const Float16* p) { return from_f16(load_halves(p)); }
 FOVEA_INLINE Vec load(const BFloat16* p) {
   return vreinterpretq_f32_u32(vshll_n_u16(load_halves(p), 16));
+}
+/// Channels 0, 2, .. and 1, 3, .. of 2 * kLanes.
+FOVEA_INLINE Vec load_even(const BFloat16* p) {
+  uint32x4_t bits;
+  __builtin_memcpy(&bits, p, sizeof bits);
+  return vreinterpretq_f32_u32(vshlq_n_u32(bits, 16));
+}
+FOVEA_INLINE Vec load_odd(const BFloat16* p) {
+  uint32x4_t bits;
+  __builtin_memcpy(&bits, p, sizeof bits);
+  return vreinterpretq_f32_u32(vandq_u32(bits, vdupq_n_u32(0xffff0000u)));
+}
+/// In the channels' own order.
+FOVEA_INLINE void join_even_odd(Vec* even, Vec* odd) {
+  const Vec first = *even;
+  *even = vzip1q_f32(first, *odd);
+  *odd = vzip2q_f32(first, *odd);
 }
 FOVEA_INLINE Vec load(const std::int8_t* p) {
   const int16x8_t halves = vmovl_s8(vreinterpret_s8_u8(load_bytes(p)));

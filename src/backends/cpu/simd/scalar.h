@@ -22,8 +22,6 @@ constexpr int kPvRows = 4;
 constexpr int kPvVectors = 2;
 // 4 x 2, 2 x 4 or 1 x 8 accumulators, four vectors of Q and one of K.
 constexpr int kDotSums = 8;
-// Sums of integer products of a row: only an addition is in their chain.
-constexpr int kIntChains = 1;
 
 FOVEA_INLINE Vec load(const float* p) {
   Vec v;
@@ -149,6 +147,31 @@ FOVEA_INLINE Vec load(const T* p) {
   }
   return v;
 }
+/// Channels 0, 2, .. and 1, 3, .. of 2 * kLanes.
+FOVEA_INLINE Vec load_even(const BFloat16* p) {
+  Bits bits;
+  __builtin_memcpy(&bits, p, sizeof bits);
+  return reinterpret_cast<Vec>(bits << 16);
+}
+FOVEA_INLINE Vec load_odd(const BFloat16* p) {
+  Bits bits;
+  __builtin_memcpy(&bits, p, sizeof bits);
+  return reinterpret_cast<Vec>(bits & 0xffff0000u);
+}
+/// In the channels' own order.
+FOVEA_INLINE void join_even_odd(Vec* even, Vec* odd) {
+  const Vec a = *even, b = *odd;
+  *even = Vec{a[0], b[0], a[1], b[1]};
+  *odd = Vec{a[2], b[2], a[3], b[3]};
+}
+/// Pairs (a[i], b[i]) of 2 * kLanes channels: even channels are low.
+FOVEA_INLINE void interleave(IntPairs a, IntPairs b, IntPairs* low, IntPairs* high) {
+  const Bits row_a = reinterpret_cast<Bits>(a), row_b = reinterpret_cast<Bits>(b);
+  *low = reinterpret_cast<IntPairs>(row_b << 16 | (row_a & 0xffffu));
+  *high = reinterpret_cast<IntPairs>((row_b & 0xffff0000u) | row_a >> 16);
+}
+/// Vectors in the order of interleave, in that of the channels.
+FOVEA_INLINE void restore_order(Vec* low, Vec* high) { join_even_odd(low, high); }
 /// kLanes codes of 4 bits in two's complement, low nibble first.
 FOVEA_INLINE Vec unpack_nibbles(const std::uint8_t* p) {
   Vec v;
@@ -215,19 +238,14 @@ FOVEA_INLINE Pairs round_to_pairs(Vec first, Vec second) {
   }
   return v;
 }
-/// Pairs (a[i], b[i]) of 2 * kLanes channels of two bytes: even channels are low.
+/// The same of 2 * kLanes channels of two bytes in memory.
 FOVEA_INLINE void interleave(const void* a, const void* b, Pairs* low, Pairs* high) {
-  Pairs row_a, row_b;
+  IntPairs row_a, row_b, first, second;
   __builtin_memcpy(&row_a, a, sizeof row_a);
   __builtin_memcpy(&row_b, b, sizeof row_b);
-  *low = row_b << 16 | (row_a & 0xffffu);
-  *high = (row_b & 0xffff0000u) | row_a >> 16;
-}
-/// Vectors in the order of interleave, in that of the channels.
-FOVEA_INLINE void restore_order(Vec* low, Vec* high) {
-  const Vec even = *low, odd = *high;
-  *low = Vec{even[0], odd[0], even[1], odd[1]};
-  *high = Vec{even[2], odd[2], even[3], odd[3]};
+  interleave(row_a, row_b, &first, &second);
+  *low = reinterpret_cast<Pairs>(first);
+  *high = reinterpret_cast<Pairs>(second);
 }
 /// The larger exponents, half by half, as any_not_finite wants them.
 FOVEA_INLINE Pairs larger_exponents(Pairs exponents, Pairs v) {
