@@ -324,8 +324,8 @@ FOVEA_INLINE Vec scales_of_heads(const StoredRows& values, const std::byte* head
   return scales;
 }
 
-/// Weights times the scales of a group of the values: [row vectors][kTileTokens][lanes]. Asks for half
-/// a line with each vector, lest memory wait for the products.
+/// Weights times the scales of a group of the values: [row vectors][kTileTokens][lanes]. Asks for
+/// half a line with each vector, lest memory wait for the products.
 void scale_weights(const InPlaceTile& tile, HeadLanes lanes, int group, float* scaled,
                    RowsAhead& next) {
   const StoredRows& values = tile.v;

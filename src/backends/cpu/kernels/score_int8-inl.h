@@ -29,37 +29,46 @@ struct KeyColumns {
   }
 };
 
-/// Codes of kLanes heads from channel c on, zeros from `end` on.
-FOVEA_INLINE void load_quads(const std::byte* const* heads, std::int64_t c, std::int64_t end,
-                             IntVec (&codes)[kLanes]) {
-  if (end - c >= kQuadChannels) {
+/// Channels [c, c + kQuadChannels) of kLanes heads. Asks for half of what comes, products for the
+/// other half: too much at once would hold up the loads here. A function of its own, as
+/// score_columns is: what surrounds it would take registers from the transpose.
+[[gnu::noinline]] void transpose_whole(const std::byte* const* heads, std::int64_t c,
+                                       std::int64_t quad, int vector, KeyColumns& columns,
+                                       RowsAhead& next) {
+  IntVec codes[kLanes];
 #pragma GCC unroll 16
-    for (int t = 0; t < kLanes; ++t) __builtin_memcpy(&codes[t], heads[t] + c, sizeof codes[t]);
-    return;
-  }
-  for (int t = 0; t < kLanes; ++t) {
-    codes[t] = broadcast_int(0);
-    __builtin_memcpy(&codes[t], heads[t] + c, static_cast<std::size_t>(end - c));
-  }
+  for (int t = 0; t < kLanes; ++t) __builtin_memcpy(&codes[t], heads[t] + c, sizeof codes[t]);
+  RowsAhead ahead = next;  // In registers.
+  for_each_column(codes, [&](int i, IntVec column) __attribute__((always_inline)) {
+    if (i % 2 == 0) ahead.ask<kQuadChannels>();
+    columns.put(quad + i, vector, column);
+  });
+  next = ahead;
 }
 
-/// Channels [begin, end) of the heads of kColumnTokens tokens, at most kColumnChannels. Asks for half
-/// of what comes, products for the other half: too much at once would hold up the loads here.
-FOVEA_INLINE void transpose_keys(const std::byte* const* heads, std::int64_t begin,
-                                 std::int64_t end, KeyColumns& columns, RowsAhead& next) {
-  RowsAhead ahead = next;  // In registers.
-  for (int vector = 0; vector < kColumnVectors; ++vector, heads += kLanes) {
-    std::int64_t quad = 0;
-    for (std::int64_t c = begin; c < end; c += kQuadChannels, quad += kLanes) {
-      IntVec codes[kLanes];
-      load_quads(heads, c, end, codes);
-      for_each_column(codes, [&](int i, IntVec column) __attribute__((always_inline)) {
-        ahead.ask<kQuadChannels / 2>();
-        columns.put(quad + i, vector, column);
-      });
-    }
+/// The last channels [c, end) of kLanes heads, less than a vector of them.
+[[gnu::noinline]] void transpose_rest(const std::byte* const* heads, std::int64_t c,
+                                      std::int64_t end, std::int64_t quad, int vector,
+                                      KeyColumns& columns) {
+  IntVec codes[kLanes] = {};
+  for (int t = 0; t < kLanes; ++t) {
+    __builtin_memcpy(&codes[t], heads[t] + c, static_cast<std::size_t>(end - c));
   }
-  next = ahead;
+  for_each_column(codes, [&](int i, IntVec column) __attribute__((always_inline)) {
+    columns.put(quad + i, vector, column);
+  });
+}
+
+/// Channels [begin, end) of the heads of kColumnTokens tokens, at most kColumnChannels.
+void transpose_keys(const std::byte* const* heads, std::int64_t begin, std::int64_t end,
+                    KeyColumns& columns, RowsAhead& next) {
+  for (int vector = 0; vector < kColumnVectors; ++vector, heads += kLanes) {
+    std::int64_t quad = 0, c = begin;
+    for (; end - c >= kQuadChannels; c += kQuadChannels, quad += kLanes) {
+      transpose_whole(heads, c, quad, vector, columns, next);
+    }
+    if (c < end) transpose_rest(heads, c, end, quad, vector, columns);
+  }
   columns.quads = (end - begin + kKeyQuad - 1) / kKeyQuad;
 }
 
@@ -73,8 +82,8 @@ struct ColumnScores {
 
 /// Rows [row, row + Rows). Registers: Rows x kColumnVectors sums, as many pairs of K, one of Q.
 template <int Rows>
-FOVEA_INLINE void score_columns(const InPlaceTile& tile, const KeyColumns& columns,
-                                const ColumnScores& to, std::int64_t row, RowsAhead& next) {
+[[gnu::noinline]] void score_columns(const InPlaceTile& tile, const KeyColumns& columns,
+                                     const ColumnScores& to, std::int64_t row, RowsAhead& next) {
   const std::int16_t* q = to.q + row * tile.q_stride;
   IntVec sum[Rows][kColumnVectors];
 #pragma GCC unroll 4
@@ -83,14 +92,17 @@ FOVEA_INLINE void score_columns(const InPlaceTile& tile, const KeyColumns& colum
     for (int i = 0; i < kColumnVectors; ++i) sum[r][i] = broadcast_int(0);
   }
   RowsAhead ahead = next;  // In registers.
-  for (std::int64_t pair = 0; pair < 2 * columns.quads; ++pair, q += 2) {
-    ahead.ask<kColumnTokens * kKeyQuad / 4>();
-#pragma GCC unroll 4
-    for (int r = 0; r < Rows; ++r) {
-      const IntPairs q_r = broadcast_int_pair(q + r * tile.q_stride);
+  for (std::int64_t quad = 0; quad < columns.quads; ++quad, q += kKeyQuad) {
+    ahead.ask<kColumnTokens * kKeyQuad / 2>();
 #pragma GCC unroll 2
-      for (int i = 0; i < kColumnVectors; ++i) {
-        sum[r][i] = dot_int_pairs(sum[r][i], columns.pairs[pair][i], q_r);
+    for (int pair = 0; pair < 2; ++pair) {
+#pragma GCC unroll 4
+      for (int r = 0; r < Rows; ++r) {
+        const IntPairs q_r = broadcast_int_pair(q + r * tile.q_stride + 2 * pair);
+#pragma GCC unroll 2
+        for (int i = 0; i < kColumnVectors; ++i) {
+          sum[r][i] = dot_int_pairs(sum[r][i], columns.pairs[2 * quad + pair][i], q_r);
+        }
       }
     }
   }
