@@ -35,8 +35,16 @@ compile() {
 
 sources=0
 for source in src/backends/cuda/plain/*.cu src/backends/cuda/*.cu src/backends/cuda/*.cc \
-  src/linear/*.cu src/linear/cublaslt*.cc; do
+  src/linear/cublaslt*.cc; do
   compile "$source" "${sm80[@]}" >/dev/null
+  sources=$((sources + 1))
+done
+for source in src/linear/*.cu; do
+  compile "$source" "${sm80[@]}" -gencode arch=compute_90,code=sm_90 >/dev/null
+  sources=$((sources + 1))
+done
+for source in src/backends/cuda/sm90/*.cu; do
+  compile "$source" "${sm90[@]}" >/dev/null
   sources=$((sources + 1))
 done
 for kernel in src/backends/cuda/sm90/*/op.cc; do

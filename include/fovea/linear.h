@@ -84,8 +84,9 @@ class Linear {
   /// backend was not built in.
   Linear(const TensorView& weight, const TensorView& bias,
          LinearBackend backend = LinearBackend::automatic, const MemorySource& memory = {});
-  /// Keeps the codes and decodes them on the way into the product, on a GPU for more than 64 tokens
-  /// with one rounding to `dtype`; x, out and `bias` (optional) are of `dtype`. A row of the
+  /// Keeps the codes and decodes them on the way into the product; x, out and `bias` (optional) are
+  /// of `dtype`. On a GPU decoded weights are rounded once to `dtype`, unless up to 64 tokens of a
+  /// 16-bit dtype meet FP8 codes whose depth and groups of it are multiples of 64. A row of the
   /// identity as x gives the row of dequantize_weight, bit for bit.
   Linear(const QuantizedWeight& weight, const TensorView& bias, DType dtype,
          const MemorySource& memory = {});
@@ -138,8 +139,9 @@ class BatchedLinear {
   explicit operator bool() const { return impl_ != nullptr; }
   std::int64_t weight_bytes() const;      ///< As packed.
   std::string_view backend_name() const;  ///< As Linear's.
-  /// x [T, N, K], out [T, N, M], dtype of the dense weight, unit innermost stride, any other
-  /// strides; no overlap. Sums are f32; a result is rounded once, to nearest even.
+  /// x [T, N, K], out [T, N, M], of the weights' dtype or the one they were made with, unit
+  /// innermost stride, any other strides (on a GPU rows may not overlap); no overlap of the two.
+  /// Sums are f32; a result is rounded once, to nearest even.
   void operator()(const ExecutionContext& ctx, const TensorView& x, const TensorView& out) const;
   std::int64_t workspace_bytes(std::int64_t tokens) const;
   void reload(const TensorView& weight);

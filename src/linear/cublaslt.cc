@@ -1,11 +1,12 @@
-// Products on a GPU: cuBLASLt multiplies, codes are decoded before.
+// Products on a GPU: cuBLASLt multiplies, quantised codes are decoded before; few tokens with FP8
+// codes are few_rows.cu's.
 #include <algorithm>
 #include <cstring>
 #include <utility>
 
-#include "linear/product_kernels.h"
 #include "linear/cublaslt_library.h"
 #include "linear/product.h"
+#include "linear/product_kernels.h"
 
 namespace fovea {
 namespace {
@@ -171,8 +172,8 @@ class CublasLtProduct final : public DenseProduct {
   Matmul matmul_;
 };
 
-/// Codes stay codes. A call with many rows decodes them into the workspace, rounded once to the
-/// dtype.
+/// Codes stay codes. A call that multiply_few_rows does not take decodes them into the workspace,
+/// rounded once to the dtype.
 class CublasLtQuantizedProduct final : public QuantizedProduct {
  public:
   CublasLtQuantizedProduct(const ProductShape& shape, const WeightGroups& groups,

@@ -96,11 +96,7 @@ void check_tokens(const TensorView& x, const TensorView& out) {
               "out is {}, but must have as many rows as x, {}", to_string(out), to_string(x));
 }
 
-}  // namespace
-
-// ---------------------------------------------------------------- Linear
-
-struct Linear::Impl {
+struct DenseOrQuantized {
   std::unique_ptr<DenseProduct> dense;
   std::unique_ptr<QuantizedProduct> quantized;  ///< One of the two is there.
   WeightGroups groups;
@@ -109,6 +105,12 @@ struct Linear::Impl {
     return dense ? static_cast<const Product&>(*dense) : static_cast<const Product&>(*quantized);
   }
 };
+
+}  // namespace
+
+// ---------------------------------------------------------------- Linear
+
+struct Linear::Impl : DenseOrQuantized {};
 
 namespace {
 
@@ -230,15 +232,7 @@ void Linear::reload(const QuantizedWeight& weight, const TensorView& bias) {
 
 // ---------------------------------------------------------------- BatchedLinear
 
-struct BatchedLinear::Impl {
-  std::unique_ptr<DenseProduct> dense;
-  std::unique_ptr<QuantizedProduct> quantized;  ///< One of the two is there.
-  WeightGroups groups;
-
-  const Product& product() const {
-    return dense ? static_cast<const Product&>(*dense) : static_cast<const Product&>(*quantized);
-  }
-};
+struct BatchedLinear::Impl : DenseOrQuantized {};
 
 namespace {
 

@@ -30,9 +30,9 @@ inline bool is_mxfp4(const QuantizedWeight& weight) { return weight.codes.dtype 
 inline std::int64_t in_features(const QuantizedWeight& weight) {
   return weight.codes.shape[1] * (is_mxfp4(weight) ? 2 : 1);
 }
-/// The extent of groups, with what 0 stands for filled in.
+/// The extent of groups, with what 0 stands for filled in; no larger than all there is.
 inline std::int64_t group_extent(std::int64_t group, std::int64_t extent) {
-  return group > 0 ? group : extent;
+  return group > 0 && group < extent ? group : extent;
 }
 inline std::int64_t num_groups(std::int64_t extent, std::int64_t group) {
   return (extent + group_extent(group, extent) - 1) / group_extent(group, extent);
@@ -68,7 +68,7 @@ class DenseProduct : public Product {
 };
 
 /// With one FP8 or FP4 code per weight and float32 scales of groups; `shape.dtype` is that of x and
-/// out. Weights are decoded on the way into the product, exactly.
+/// out. Codes are decoded on the way into the product; make_*_product says how far.
 class QuantizedProduct : public Product {
  public:
   using Product::Product;

@@ -21,7 +21,7 @@ void decode_codes(const DeviceCodes& codes, const TensorView& values, cudaStream
 /// Tokens up to which reading codes more than once costs less than decoding them first.
 constexpr std::int64_t kFewRows = 64;
 /// Whether multiply_few_rows takes x of `tokens` rows: at most kFewRows, of a 16-bit dtype, FP8
-/// codes, and the depth and its groups multiples of 64.
+/// codes of up to 65535 heads, and the depth and its groups multiples of 64.
 bool multiplies_few_rows(const DeviceCodes& weight, DType dtype, std::int64_t tokens);
 /// out[t, n] = x[t, n] W[n] + bias, out [T, N, M] of x's dtype, bias [M] or absent. Codes are
 /// exact, sums f32.

@@ -113,7 +113,7 @@ TEST_P(QuantizedLinear, ProductsEqualTheFormula) {
 // A GPU reads codes in place for up to 64 tokens, in tiles of 8 tokens and 32 outputs, 64 channels
 // at a time.
 TEST_P(QuantizedLinear, FewTokensAndManyEqualTheFormula) {
-  constexpr std::int64_t kOut = 70, kIn = 640;
+  constexpr std::int64_t kOut = 70, kIn = 1088;
   for (const WeightGroups& groups : {WeightGroups{64, 128}, {1, 0}, {48, 64}}) {
     const Weight w(kOut, kIn, groups, DType::f32);
     const PaddedTensor bias(dtype(), {kOut});
@@ -157,14 +157,17 @@ TEST_P(QuantizedLinear, WeightsTakeAByteAndTheirScales) {
 }
 
 TEST_P(QuantizedLinear, ANaNCodeStaysVisible) {
-  Weight w(20, 32, {0, 0}, DType::f32);
-  *w.codes.view().ptr<std::uint8_t>({7, 3}) = 0x7f;
-  const Linear linear(w.weight, {}, dtype(), memory());
-  const PaddedTensor x(dtype(), {1, 32}), out(dtype(), {1, 20});
-  test::fill_normal(x, 4);
-  run(linear, x, out);
-  const std::vector<double> y = test::to_doubles(out);
-  for (std::size_t m = 0; m < 20; ++m) EXPECT_EQ(m == 7, std::isnan(y[m])) << m;
+  for (const std::int64_t in : {32, 64}) {  // A GPU reads codes in place from 64 on.
+    Weight w(20, in, {0, 0}, DType::f32);
+    *w.codes.view().ptr<std::uint8_t>({7, 3}) = 0x7f;
+    const Linear linear(w.weight, {}, dtype(), memory());
+    const PaddedTensor x(dtype(), {2, in}), out(dtype(), {2, 20});
+    test::fill_normal(x, 4);
+    test::poison(x.view().slice(0, 1, 2).slice(1, 5, 6));
+    run(linear, x, out);
+    const std::vector<double> y = test::to_doubles(out);
+    for (std::size_t m = 0; m < 40; ++m) EXPECT_EQ(m == 7 || m >= 20, std::isnan(y[m])) << m;
+  }
 }
 
 TEST_P(QuantizedLinear, ReloadKeepsStorageAndGroups) {

@@ -150,7 +150,7 @@ struct PairTile : ScoreBlock {
   std::int64_t out_stride;
   std::int64_t qk_channels;
   std::int64_t v_channels;
-  bool v_is_finite;  ///< What pack_values said.
+  bool v_is_finite;  ///< Values, as pack_values said, and where row_mask is there their scales.
 };
 
 /// Where an instruction set multiplies pairs of bf16 and adds both products to an f32.

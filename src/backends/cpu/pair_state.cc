@@ -1,6 +1,8 @@
 #include "backends/cpu/pair_state.h"
 
+#include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
 
 namespace fovea::cpu {
@@ -121,6 +123,16 @@ void PairState::group_keys(std::int64_t tokens) {
   }
 }
 
+bool PairState::has_finite_scales(std::int64_t tokens) const {
+  for (int g = 0; g < shape_.v_groups.count; ++g) {
+    const float* scales = v_scales_ + g * kTokens;
+    if (!std::all_of(scales, scales + tokens, [](float s) { return std::isfinite(s); })) {
+      return false;
+    }
+  }
+  return true;
+}
+
 void PairState::attend(std::int64_t row, std::int64_t count, std::int64_t tokens,
                        const std::uint64_t* masks) {
   PairTile tile;
@@ -142,7 +154,7 @@ void PairState::attend(std::int64_t row, std::int64_t count, std::int64_t tokens
   tile.out_stride = out_stride_;
   tile.qk_channels = shape_.qk_channels;
   tile.v_channels = shape_.v_channels;
-  tile.v_is_finite = v_is_finite_;
+  tile.v_is_finite = v_is_finite_ && (masks == nullptr || has_finite_scales(tile.tokens));
   kernels_.pairs->attend(tile);
   has_next_ = false;  // The first block has asked.
 }

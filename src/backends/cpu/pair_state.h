@@ -46,6 +46,8 @@ class PairState : public RowState {
  private:
   PairState(const Kernels& kernels, const AttendShape& shape, Carver&& carver);
   void group_keys(std::int64_t tokens);
+  /// Of the first values of the tile.
+  bool has_finite_scales(std::int64_t tokens) const;
 
   std::int64_t k_stride_;  ///< In bytes.
   std::int64_t v_stride_;  ///< In bytes.

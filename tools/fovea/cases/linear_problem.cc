@@ -58,6 +58,7 @@ class LinearProblem : public Problem {
     if (!codes_.codes) return weight_.values();
     const TensorView codes = codes_.codes, scale = codes_.scale;
     std::vector<double> all;
+    all.reserve(static_cast<std::size_t>(out_features_ * in_));
     for (std::int64_t m = 0; m < out_features_; ++m) {
       const std::int64_t i = codes_.groups.out == 0 ? 0 : m / codes_.groups.out;
       const std::vector<double> row =

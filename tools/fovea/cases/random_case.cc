@@ -65,11 +65,12 @@ void fill_cache_op(CaseLine& line, Random& random) {
   }
 }
 
-/// A KV format that rows of every width have.
-std::string format_word(Random& random) {
-  constexpr std::array<const char*, 7> kFormats = {
-      "f32", "f16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8_per_token", "fp8_per_token"};
-  return kFormats[static_cast<std::size_t>(random.integer(0, 6))];
+/// A KV format that rows of every width have or, last, of even ones.
+std::string format_word(Random& random, bool is_even) {
+  constexpr std::array<const char*, 8> kFormats = {
+      "f32",      "f16",           "bf16",          "fp8_e4m3",
+      "fp8_e5m2", "int8_per_token", "fp8_per_token", "int4_per_token"};
+  return kFormats[static_cast<std::size_t>(random.integer(0, is_even ? 7 : 6))];
 }
 
 /// Some of the rules; a chunk needs a causal mask.
@@ -86,18 +87,24 @@ void set_tree(CaseLine& line, Random& random, std::size_t requests) {
   line.set("tree", std::string(random.chance(0.5) ? "chain" : "fork"));
 }
 
-void set_head_dims(CaseLine& line, Random& random) {
+/// Whether they are even.
+bool set_head_dims(CaseLine& line, Random& random) {
   constexpr std::array<std::int64_t, 8> kDims = {64, 80, 96, 128, 256, 1, 30, 100};
   const std::int64_t kv_heads = random.integer(1, 4);
   line.set("heads", kv_heads * random.integer(1, 12)).set("kv_heads", kv_heads);
   const std::int64_t qk = kDims[static_cast<std::size_t>(random.integer(0, 7))];
   line.set("qk", qk);
-  if (random.chance(0.3)) line.set("v", length(random, 1, 200));
+  std::int64_t v = qk;
+  if (random.chance(0.3)) {
+    v = length(random, 1, 200);
+    line.set("v", v);
+  }
+  return qk % 2 == 0 && v % 2 == 0;
 }
 
 void fill_attention_decode(CaseLine& line, Random& random) {
   const auto requests = static_cast<std::size_t>(random.integer(1, 6));
-  set_head_dims(line, random);
+  const bool is_even = set_head_dims(line, random);
   if (random.chance(0.25)) {
     set_tree(line, random, requests);
     set_rules(line, random, true);
@@ -109,7 +116,7 @@ void fill_attention_decode(CaseLine& line, Random& random) {
     set_rules(line, random, is_causal);
   }
   line.set("block_size", block_size(random));
-  if (random.chance(0.3)) line.set("cache", format_word(random));
+  if (random.chance(0.3)) line.set("cache", format_word(random, is_even));
   if (random.chance(0.3)) line.set("out", std::string("f32"));
   if (random.chance(0.5)) line.set("padding", random.integer(1, 4));
 }
@@ -144,7 +151,7 @@ void fill_mla_decode(CaseLine& line, Random& random) {
   if (has_real_dims && random.chance(0.2)) {
     line.set("cache", std::string("fp8_ds_mla"));
   } else if (random.chance(0.4)) {
-    line.set("cache", format_word(random));
+    line.set("cache", format_word(random, true));
   }
   if (random.chance(0.3)) line.set("out", std::string("f32"));
   if (random.chance(0.5)) line.set("padding", random.integer(1, 4));
@@ -158,9 +165,9 @@ void fill_attention_prefill(CaseLine& line, Random& random) {
   line.set("tokens", lengths(random, requests, 0, 150));
   if (random.chance(0.5)) line.set("keys", lengths(random, requests, 0, 200));
   if (is_paged) {
-    set_head_dims(line, random);
+    const bool is_even = set_head_dims(line, random);
     line.set("block_size", block_size(random));
-    if (random.chance(0.3)) line.set("cache", format_word(random));
+    if (random.chance(0.3)) line.set("cache", format_word(random, is_even));
   } else {
     const std::int64_t kv_heads = random.integer(1, 4);
     line.set("heads", kv_heads * random.integer(1, 4)).set("kv_heads", kv_heads);
@@ -183,7 +190,7 @@ void fill_linear(CaseLine& line, Random& random) {
   }
   constexpr std::array<std::int64_t, 5> kGroups = {0, 1, 48, 64, 128};
   const auto group = [&] { return kGroups[static_cast<std::size_t>(random.integer(0, 4))]; };
-  line.set("in", random.chance(0.5) ? 64 * random.integer(1, 9) : length(random, 1, 600));
+  line.set("in", random.chance(0.5) ? 64 * random.integer(1, 20) : length(random, 1, 600));
   line.set("out", length(random, 1, 300)).set("weight", std::string("fp8"));
   line.set("group_out", group()).set("group_in", group());
 }

@@ -215,8 +215,8 @@ void add_pair_values(const PairTile& tile, const float* correction, std::int64_t
   if (begin < end) value_pair_panel<kPairPvRows, 1>(tile, correction, 0, begin);
 }
 
-/// The same for rows that do not see all tokens, some of whose values are not finite: 0 times such
-/// a value would be NaN. A token that a row does not see is a 0 in its pair.
+/// The same for rows that do not see all tokens, some of whose values or scales are not finite: 0
+/// times such a one would be NaN. A token that a row does not see is a 0 in both its pairs.
 void add_seen_values(const PairTile& tile, const float* correction, std::int64_t begin,
                      std::int64_t end) {
   const std::int64_t words = tile.capacity / 64;
@@ -231,7 +231,7 @@ void add_seen_values(const PairTile& tile, const float* correction, std::int64_t
         const std::uint64_t both = seen[t / 64] >> t % 64 & 3;
         const std::uint32_t halves = (both & 1 ? 0xffffu : 0u) | (both & 2 ? 0xffff0000u : 0u);
         const Pairs v = load_pairs(tile.v + t / 2 * tile.v_stride + c) & broadcast_pair(halves);
-        sum = dot_pairs(sum, broadcast_pair(weights[t / 2 * kLanes]), v);
+        sum = dot_pairs(sum, broadcast_pair(weights[t / 2 * kLanes] & halves), v);
       }
       store(out + c, sum);
     }

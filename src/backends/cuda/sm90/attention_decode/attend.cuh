@@ -222,21 +222,24 @@ struct Attention {
       weight[i] = score[0][i] * scales.x + score[1][i] * scales.y;
     }
     weigh(weight, first);
+    const bool hides = hides_keys(first);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       // A key that a row does not see weighs nothing, whatever its scales are.
+      const bool hidden = hides && !sees(i / 2 % 2, first + key_of(i));
       const float2 scales = scales_of(slice.v, i, k.op.v_scale);
-      score[0][i] = weight[i] == 0.f ? 0.f : weight[i] * scales.x;
-      score[1][i] = weight[i] == 0.f ? 0.f : weight[i] * scales.y;
+      score[0][i] = hidden ? 0.f : weight[i] * scales.x;
+      score[1][i] = hidden ? 0.f : weight[i] * scales.y;
     }
   }
 
-  /// Of both halves of the head that element `i` of a score fragment belongs to.
+  /// The key, of the slice, of element `i` of a score fragment.
+  __device__ __forceinline__ int key_of(int i) const { return i / 4 * 8 + lane % 4 * 2 + i % 2; }
+  /// The scales of both halves of that key's head.
   __device__ __forceinline__ float2 scales_of(const std::uint8_t (&heads)[kKeys][W::kRowBytes],
                                               int i, float of_tensor) const {
     if constexpr (Heads::kScaleBytes == 0) return {of_tensor, of_tensor};
-    const int key = i / 4 * 8 + lane % 4 * 2 + i % 2;
-    const auto scales = *reinterpret_cast<const float2*>(&heads[key][W::kCodeBytes]);
+    const auto scales = *reinterpret_cast<const float2*>(&heads[key_of(i)][W::kCodeBytes]);
     return {scales.x * Heads::kUnit, scales.y * Heads::kUnit};
   }
 

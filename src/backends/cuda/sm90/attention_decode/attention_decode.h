@@ -13,7 +13,7 @@ namespace fovea::cuda {
 const char* attention_decode_sm90_declines(const DecodeParams& params);
 
 /// Device memory for the schedule and for partial results on the current device, 256-byte aligned.
-/// Depends on widths alone.
+/// Depends on head widths, the number of key heads and the device, not on lengths or formats.
 cudaError_t attention_decode_sm90_workspace_bytes(const DecodeParams& params, std::size_t* bytes);
 
 /// Writes the schedule of the batch's current lengths to the workspace: one small kernel, to be run

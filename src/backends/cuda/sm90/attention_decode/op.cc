@@ -1,7 +1,5 @@
 #include "backends/cuda/sm90/attention_decode/op.h"
 
-#include <algorithm>
-
 #include "backends/cuda/launch.h"
 #include "backends/cuda/sm90/attention_decode/attention_decode.h"
 #include "backends/cuda/sm90/decode_image.h"
@@ -80,15 +78,7 @@ const char* attention_decode_declines(const AttentionDecodeParams& p) {
 }
 
 std::int64_t attention_decode_scratch(const OpContext& ctx, const AttentionDecodeParams& p) {
-  DecodeParams operands = operands_of(p);
-  std::int64_t bytes = kernel_scratch(ctx, operands);
-  // Enough for heads of any format, which layers do not know when they size their workspace.
-  for (const CacheFormat format :
-       {CacheFormat::fp8_e4m3, CacheFormat::int8_per_token, CacheFormat::int4_per_token}) {
-    operands.format = format;
-    bytes = std::max(bytes, kernel_scratch(ctx, operands));
-  }
-  return DecodeImage(*p.schedule, *p.kv.k_cache).bytes(bytes);
+  return DecodeImage(*p.schedule, *p.kv.k_cache).bytes(kernel_scratch(ctx, operands_of(p)));
 }
 
 void attention_decode_prepare(const OpContext& ctx, const AttentionDecodeParams& p,
