@@ -7,8 +7,8 @@
 //
 // A query head that shares its keys with few others would leave most lanes of a row vector empty,
 // and a copy of the tile would cost more than what is done with it. What limits such rows is
-// reading: so a strip of tokens passes with all its heads, in the order of the memory, and as much
-// of the next tile is asked for meanwhile.
+// reading: so all heads take a tile before the next one, since they lie next to each other, and
+// what is read next is asked for meanwhile.
 //
 // Every sum runs over its index in order, whatever the register tile: a row's bits do not depend on
 // the rows that it is computed with.
