@@ -35,8 +35,8 @@ DecodeCall call_of(const AttentionDecodeParams& params) {
                               .v_channels = v_channels,
                               .int8_keys =
                                   meets_fixed_point(kv.k_cache->format(), params.q.dtype),
-                              .int8_values =
-                                  meets_fixed_point(kv.v_cache->format(), params.q.dtype),
+                              .int8_values = meets_fixed_point(
+                                  kv.v_cache->format(), params.q.dtype, params.out.dtype),
                               .bf16_keys = kv.k_cache->format().dtype == DType::bf16,
                               .score_factor = params.sm_scale * std::numbers::log2e_v<float>,
                               .k_groups = StoredPairs::groups(kv.k_cache->format(), qk_channels),

@@ -24,6 +24,10 @@ enum class StateKind : std::uint8_t { f32, pairs, in_place };
 inline bool meets_fixed_point(const KvFormat& keys, DType query) {
   return keys.dtype == DType::i8 && query != DType::f32;
 }
+/// The same of stored values, whose sums are as exact as the output is.
+inline bool meets_fixed_point(const KvFormat& values, DType query, DType out) {
+  return meets_fixed_point(values, query) && out != DType::f32;
+}
 
 /// What the decode ops have in common, and the extents of their scratch.
 struct DecodeCall {
