@@ -182,22 +182,44 @@ TEST(BlockTableTest, APublishedBlockThatIsWrittenIsNoLongerFound) {
   pool.release(*found);
 }
 
+/// A table and what was written through it.
+struct WrittenSequence {
+  BlockTable table;
+  std::vector<int> content;
+};
+
+/// Every sequence reads what it wrote, and the pool counts the tables that hold a block.
+void expect_own_content(const std::vector<WrittenSequence>& sequences,
+                        const std::vector<int>& memory, const BlockPool& pool) {
+  std::map<std::int32_t, int> owners;
+  for (const WrittenSequence& each : sequences) {
+    std::set<std::int32_t> own;
+    for (const std::int32_t block : each.table.blocks()) {
+      ++owners[block];
+      ASSERT_TRUE(own.insert(block).second) << "a table lists block " << block << " twice";
+    }
+    std::vector<std::int64_t> slots(each.content.size());
+    each.table.slots(0, slots);
+    for (std::size_t p = 0; p < slots.size(); ++p) {
+      ASSERT_EQ(memory[static_cast<std::size_t>(slots[p])], each.content[p]) << "position " << p;
+    }
+  }
+  ASSERT_EQ(pool.num_used(), static_cast<std::int64_t>(owners.size()));
+  for (const auto& [block, count] : owners) ASSERT_EQ(pool.ref_count(block), count);
+}
+
 /// Sequences that fork, grow, shrink and write; `memory` stands for the cache. What a sequence has
 /// written must be what it reads, whatever the others do.
 TEST(BlockTableTest, RandomForksNeverSeeEachOthersWrites) {
   constexpr std::int64_t kBlocks = 24, kBlockSize = 3;
   BlockPool pool(kBlocks, kBlockSize);
   std::vector<int> memory(kBlocks * kBlockSize, -1);
-  struct Sequence {
-    BlockTable table;
-    std::vector<int> content;
-  };
-  std::vector<Sequence> sequences;
+  std::vector<WrittenSequence> sequences;
   int next_value = 0;
   int copies = 0, refusals = 0;
 
   /// Makes position writable and writes; false when the pool is out of blocks.
-  const auto write = [&](Sequence& sequence, std::int64_t position) {
+  const auto write = [&](WrittenSequence& sequence, std::int64_t position) {
     try {
       const auto copy = sequence.table.make_writable(position);
       if (copy) {
@@ -225,7 +247,7 @@ TEST(BlockTableTest, RandomForksNeverSeeEachOthersWrites) {
     }
     const auto i = static_cast<std::size_t>(
         test::random_below(12, step, static_cast<std::int64_t>(sequences.size())));
-    Sequence& sequence = sequences[i];
+    WrittenSequence& sequence = sequences[i];
     const auto length = static_cast<std::int64_t>(sequence.content.size());
     if (action == 1 && sequences.size() < 8) {
       sequences.push_back({sequence.table.fork(), sequence.content});
@@ -245,22 +267,9 @@ TEST(BlockTableTest, RandomForksNeverSeeEachOthersWrites) {
       write(sequence, test::random_below(14, step, length));
     }
 
-    std::map<std::int32_t, int> owners;
-    for (const Sequence& each : sequences) {
-      std::set<std::int32_t> own;
-      for (const std::int32_t block : each.table.blocks()) {
-        ++owners[block];
-        ASSERT_TRUE(own.insert(block).second) << "a table lists block " << block << " twice";
-      }
-      std::vector<std::int64_t> slots(each.content.size());
-      each.table.slots(0, slots);
-      for (std::size_t p = 0; p < slots.size(); ++p) {
-        ASSERT_EQ(memory[static_cast<std::size_t>(slots[p])], each.content[p])
-            << "step " << step << " position " << p;
-      }
-    }
-    ASSERT_EQ(pool.num_used(), static_cast<std::int64_t>(owners.size()));
-    for (const auto& [block, count] : owners) ASSERT_EQ(pool.ref_count(block), count);
+    SCOPED_TRACE(testing::Message() << "step " << step);
+    expect_own_content(sequences, memory, pool);
+    if (HasFatalFailure()) return;
   }
   EXPECT_GT(copies, 50);
   EXPECT_GT(refusals, 0);

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <random>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "fovea/oracle.h"
@@ -91,18 +92,28 @@ MlaWeights random_weights(const Case& c) {
   return w;
 }
 
+double at(const std::vector<double>& v, std::int64_t i) { return v[static_cast<std::size_t>(i)]; }
+
+/// Element `o` of row `row` of x [rows, in] times the transpose of m [out, in].
+double project(const std::vector<double>& x, const std::vector<double>& m, std::int64_t in,
+               std::int64_t row, std::int64_t o) {
+  double sum = 0;
+  for (std::int64_t i = 0; i < in; ++i) sum += at(x, row * in + i) * at(m, o * in + i);
+  return sum;
+}
+
+/// Channels 2 pair and the next, turned by the position's angle.
+std::pair<double, double> turned(const MlaWeights& w, double a, double b, std::int64_t position,
+                                 std::int64_t pair) {
+  const double angle =
+      static_cast<double>(position) *
+      std::pow(10000, -2.0 * static_cast<double>(pair) / static_cast<double>(w.qk_rope_head_dim));
+  return {a * std::cos(angle) - b * std::sin(angle), a * std::sin(angle) + b * std::cos(angle)};
+}
+
 /// The layer written once more, element by element, sharing nothing with the oracle.
 std::vector<double> layer_element_by_element(const MlaWeights& w, const std::vector<double>& h,
                                              std::int64_t tokens) {
-  const auto at = [](const std::vector<double>& v, std::int64_t i) {
-    return v[static_cast<std::size_t>(i)];
-  };
-  const auto project = [&](const std::vector<double>& x, const std::vector<double>& m,
-                           std::int64_t in, std::int64_t row, std::int64_t o) {
-    double sum = 0;
-    for (std::int64_t i = 0; i < in; ++i) sum += at(x, row * in + i) * at(m, o * in + i);
-    return sum;
-  };
   const auto norm = [&](std::vector<double>& x, std::int64_t begin, const std::vector<double>& m) {
     double squares = 0;
     const auto n = static_cast<std::int64_t>(m.size());
@@ -111,13 +122,6 @@ std::vector<double> layer_element_by_element(const MlaWeights& w, const std::vec
       x[static_cast<std::size_t>(begin + i)] *=
           at(m, i) / std::sqrt(squares / static_cast<double>(n) + w.rms_norm_eps);
     }
-  };
-  const auto turned = [&](double a, double b, std::int64_t position, std::int64_t pair) {
-    const double angle =
-        static_cast<double>(position) *
-        std::pow(10000, -2.0 * static_cast<double>(pair) / static_cast<double>(w.qk_rope_head_dim));
-    return std::pair{a * std::cos(angle) - b * std::sin(angle),
-                     a * std::sin(angle) + b * std::cos(angle)};
   };
   const std::int64_t N = w.num_heads, L = w.kv_lora_rank, P = w.qk_nope_head_dim,
                      R = w.qk_rope_head_dim, V = w.v_head_dim, H = w.hidden_size,
@@ -158,8 +162,8 @@ std::vector<double> layer_element_by_element(const MlaWeights& w, const std::vec
         }
         for (std::int64_t i = 0; i < R / 2; ++i) {
           const std::int64_t qi = (t * N + n) * (P + R) + P + 2 * i, ki = s * (L + R) + L + 2 * i;
-          const auto [qa, qb] = turned(at(q, qi), at(q, qi + 1), t, i);
-          const auto [ka, kb] = turned(at(kv_a, ki), at(kv_a, ki + 1), s, i);
+          const auto [qa, qb] = turned(w, at(q, qi), at(q, qi + 1), t, i);
+          const auto [ka, kb] = turned(w, at(kv_a, ki), at(kv_a, ki + 1), s, i);
           score += qa * ka + qb * kb;
         }
         weight.push_back(std::exp(score * w.sm_scale));
