@@ -138,9 +138,10 @@ class Build:
             objects = list(pool.map(lambda source: self.compile(source, folder), sources))
         for source, target in zip(sources, objects):
             text = pathlib.Path(f"{target}.d").read_text().replace("\\\n", " ")
-            self.dependencies[source] = {
-                os.path.relpath(path, self.source) for path in text.split(":", 1)[1].split()
-                if path.startswith(str(self.source))}
+            # Relative ones too: ccache makes paths so if it is given a base.
+            files = map(os.path.abspath, text.split(":", 1)[1].split())
+            self.dependencies[source] = {os.path.relpath(file, self.source) for file in files
+                                         if file.startswith(str(self.source))}
 
         def check(program):
             failed = self.run(program, self.link(program, {}, folder))
