@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <initializer_list>
 #include <tuple>
 
 #include "fovea/error.h"
@@ -89,50 +90,49 @@ TEST_P(QuantizedLinear, TheIdentityGivesTheDequantisedWeight) {  // F036, F359
   }
 }
 
-TEST_P(QuantizedLinear, ProductsEqualTheFormula) {
-  constexpr std::int64_t kOut = 70, kIn = 300;
-  for (const WeightGroups& groups : kGroups) {
-    const Weight w(kOut, kIn, groups, DType::f32);
+class CodeProducts : public QuantizedLinear {
+ protected:
+  /// Of a weight [70, in], with rows of x `padding` elements apart and behind as many.
+  void expect_formula(const WeightGroups& groups, std::int64_t in,
+                      std::initializer_list<std::int64_t> tokens,
+                      std::initializer_list<std::int64_t> paddings) {
+    constexpr std::int64_t kOut = 70;
+    const Weight w(kOut, in, groups, DType::f32);
     const PaddedTensor bias(dtype(), {kOut});
     test::fill_normal(bias, 3);
     const Linear linear(w.weight, bias, dtype(), memory());
     EXPECT_EQ(name("fp8"), linear.backend_name());
-    for (std::int64_t tokens : {1, 2, 3, 5, 7, 64, 65, 130}) {
-      const PaddedTensor x(dtype(), {tokens, kIn}), out(dtype(), {tokens, kOut});
-      test::fill_normal(x, 4);
-      run(linear, x, out);
-      const auto expected =
-          oracle::linear(test::to_doubles(x), w.values(), test::to_doubles(bias), kIn);
-      const double tolerance =
-          dtype() == DType::f32 ? 1e-5 : 2 * test::unit_roundoff(dtype());
-      EXPECT_TRUE(test::rows_close(expected, out, {tolerance, 1e-6})) << tokens << " tokens";
+    const double tolerance = dtype() == DType::f32 ? 1e-5 : 2 * test::unit_roundoff(dtype());
+    for (const std::int64_t count : tokens) {
+      for (const std::int64_t padding : paddings) {
+        const PaddedTensor x(dtype(), {count, in}, padding, padding), out(dtype(), {count, kOut});
+        test::fill_normal(x, 4);
+        run(linear, x, out);
+        const auto expected =
+            oracle::linear(test::to_doubles(x), w.values(), test::to_doubles(bias), in);
+        EXPECT_TRUE(test::rows_close(expected, out, {tolerance, 1e-6}))
+            << count << " tokens, padding " << padding << ", groups of " << groups.out << ", "
+            << groups.in;
+      }
     }
+  }
+};
+INSTANTIATE_TEST_SUITE_P(, CodeProducts,
+                         testing::Combine(testing::ValuesIn(test::available_places()),
+                                          testing::Values(DType::f32, DType::f16, DType::bf16)),
+                         test::place_case_name);
+
+TEST_P(CodeProducts, EqualTheFormula) {
+  for (const WeightGroups& groups : kGroups) {
+    expect_formula(groups, 300, {1, 2, 3, 5, 7, 64, 65, 130}, {5});
   }
 }
 
 // A GPU reads codes in place for up to 64 tokens, in tiles of 8 tokens and 32 outputs, 64 channels
-// at a time.
-TEST_P(QuantizedLinear, FewTokensAndManyEqualTheFormula) {
-  constexpr std::int64_t kOut = 70, kIn = 1088;
+// at a time, from rows that lie at multiples of 16 bytes or do not.
+TEST_P(CodeProducts, OfFewTokensAndOfManyEqualTheFormula) {
   for (const WeightGroups& groups : {WeightGroups{64, 128}, {1, 0}, {48, 64}}) {
-    const Weight w(kOut, kIn, groups, DType::f32);
-    const PaddedTensor bias(dtype(), {kOut});
-    test::fill_normal(bias, 3);
-    const Linear linear(w.weight, bias, dtype(), memory());
-    for (std::int64_t tokens : {1, 8, 9, 16, 17, 64, 65}) {
-      for (const std::int64_t padding : {8, 3}) {  // Rows lie at multiples of 16 bytes, or do not.
-        const PaddedTensor x(dtype(), {tokens, kIn}, padding, padding),
-            out(dtype(), {tokens, kOut});
-        test::fill_normal(x, 4);
-        run(linear, x, out);
-        const auto expected =
-            oracle::linear(test::to_doubles(x), w.values(), test::to_doubles(bias), kIn);
-        const double tolerance =
-            dtype() == DType::f32 ? 1e-5 : 2 * test::unit_roundoff(dtype());
-        EXPECT_TRUE(test::rows_close(expected, out, {tolerance, 1e-6}))
-            << tokens << " tokens, padding " << padding;
-      }
-    }
+    expect_formula(groups, 1088, {1, 8, 9, 16, 17, 64, 65}, {8, 3});
   }
 }
 
