@@ -10,6 +10,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullLocator
 
 
 def main():
@@ -23,7 +24,7 @@ def main():
         sys.exit(f"roofline.py: {sys.argv[1]} has no case that both computes and reads")
     intensity = [case["gflops"] / case["gbps"] for case in cases]
 
-    figure, axes = plt.subplots(figsize=(11, 7))
+    figure, axes = plt.subplots(figsize=(12, 7))
     low, high = min(intensity) / 2, max(intensity) * 2
     for name, label in (("f32_fma_gflops", "f32 FMA"), ("bf16_dot_gflops", "bf16 dot products")):
         peak = peaks[name]
@@ -31,17 +32,25 @@ def main():
             continue
         xs = sorted({low, min(max(peak / peaks["read_gbps"], low), high), high})
         axes.plot(xs, [min(x * peaks["read_gbps"], peak) for x in xs], label=f"{label}: {peak:.0f} GFLOP/s")
-    for x, case in zip(intensity, cases):
-        axes.plot(x, case["gflops"], "ko", markersize=4)
-        axes.annotate(case["case"], (x, case["gflops"]), fontsize=6, xytext=(4, 3),
-                      textcoords="offset points")
+    # Names would cover each other: numbers stand beside the points, names in the legend.
+    by_intensity = sorted(zip(intensity, cases), key=lambda point: point[0])
+    for number, (x, case) in enumerate(by_intensity, start=1):
+        name = f"{number}  {case['case']}: {case['percent_of_limit']:.0f} %"
+        axes.plot(x, case["gflops"], "ko", markersize=4, label=name)
+        axes.annotate(str(number), (x, case["gflops"]), fontsize=8, textcoords="offset points",
+                      xytext=(5, 3) if number % 2 else (-5, -10))
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="GFLOP/s")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:.0f}")
+        axis.set_minor_locator(NullLocator())
+    axes.grid(linewidth=0.2)
     machine = result["machine"]
     axes.set_title(f"{machine['processor']}, {machine['threads']} threads, {machine['isa']}, "
                    f"reads {peaks['read_gbps']:.1f} GB/s ({result['date']})", fontsize=9)
-    axes.legend(loc="lower right", fontsize=8)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=7, handlelength=1)
     figure.tight_layout()
-    figure.savefig(sys.argv[2], dpi=150)
+    figure.savefig(sys.argv[2], dpi=100)
 
 
 if __name__ == "__main__":
