@@ -3,142 +3,89 @@
 
 #include "backends/cuda/index_checks.cuh"
 #include "backends/cuda/launch.h"
-#include "backends/cuda/plain/block.cuh"
+#include "backends/cuda/plain/encode.cuh"
 #include "backends/cuda/plain/kernels.h"
 #include "backends/cuda/plain/rotation.cuh"
-#include "quant/power_of_two.h"
+#include "backends/cuda/plain/rows.cuh"
+#include "core/divisor.h"
 
 namespace fovea::cuda::plain {
 namespace {
-
-/// group_scale of values [begin, end), in every thread.
-template <class Code, class Values>
-__device__ float scale_of_group(const Values& values, std::int64_t begin, std::int64_t end) {
-  float amax = 0;
-  unsigned long long first_nan = ~0ull;
-  for (std::int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
-    const float value = values(i);
-    if (isfinite(value)) amax = fmaxf(amax, fabsf(value));
-    if (isnan(value)) first_nan = min(first_nan, static_cast<unsigned long long>(i));
-  }
-  amax = reduce_block(amax, [](float a, float b) { return fmaxf(a, b); });
-  first_nan = reduce_block(
-      first_nan, [](unsigned long long a, unsigned long long b) { return min(a, b); });
-  if (!Code::kHasNan && first_nan != ~0ull) return values(static_cast<std::int64_t>(first_nan));
-  return fmaxf(amax / Code::kLargest, std::numeric_limits<float>::min());
-}
-
-/// quantize_group of values [begin, end); codes of four bits begin at even ones.
-template <class Code, class Values>
-__device__ void encode_group(const Values& values, std::int64_t begin, std::int64_t end,
-                             float scale, std::byte* head) {
-  auto* codes = reinterpret_cast<std::uint8_t*>(head);
-  constexpr int kStep = Code::kPacked ? 2 : 1;
-  for (std::int64_t i = begin + kStep * threadIdx.x; i < end; i += kStep * kThreads) {
-    std::uint8_t code = Code::encode(values(i) / scale);
-    if (Code::kPacked && i + 1 < end) code |= Code::encode(values(i + 1) / scale) << 4;
-    codes[i / kStep] = code;
-  }
-}
-
-__device__ inline void store_unaligned(std::byte* to, float value) {
-  memcpy(to, &value, sizeof value);
-}
-
-template <class Code, class Values>
-__device__ void encode_scaled(const HeadFormat& format, const Values& values, std::byte* head) {
-  switch (format.scales) {
-    case KvScales::per_tensor:
-      encode_group<Code>(values, 0, format.elements, format.scale, head);
-      break;
-    case KvScales::per_token:
-      for (int group = 0; group < 2; ++group) {
-        const std::int64_t begin = group == 0 ? 0 : format.first_group;
-        const std::int64_t end = group == 0 ? format.first_group : format.elements;
-        const float scale = scale_of_group<Code>(values, begin, end);
-        encode_group<Code>(values, begin, end, scale, head);
-        if (threadIdx.x == 0) store_unaligned(head + format.code_bytes + group * 4, scale);
-      }
-      break;
-    default: {
-      using namespace kv_fp8_ds_mla;
-      for (std::int64_t begin = 0; begin < kLatent; begin += kGroup) {
-        float scale = scale_of_group<Code>(values, begin, begin + kGroup);
-        if (format.power_of_two_scales) scale = power_of_two_above(scale);
-        encode_group<Code>(values, begin, begin + kGroup, scale, head);
-        if (threadIdx.x == 0) store_unaligned(head + kScalesAt + begin / kGroup * 4, scale);
-      }
-      for (std::int64_t i = threadIdx.x; i < kRope; i += kThreads) {
-        store(head + kRopeAt, DType::bf16, i, values(kLatent + i));
-      }
-    }
-  }
-}
-
-/// encode_row of one head by a block: values(i) is its element i.
-template <class Values>
-__device__ void encode_head(const HeadFormat& format, const Values& values, std::byte* head) {
-  switch (format.dtype) {
-    case DType::i4:
-      return encode_scaled<IntegerCode<4>>(format, values, head);
-    case DType::i8:
-      return encode_scaled<IntegerCode<8>>(format, values, head);
-    case DType::f8e5m2:
-      return encode_scaled<FloatCode<Float8E5M2>>(format, values, head);
-    case DType::f8e4m3fn:
-      return encode_scaled<FloatCode<Float8E4M3FN>>(format, values, head);
-    default:
-      for (std::int64_t i = threadIdx.x; i < format.elements; i += kThreads) {
-        store(head, format.dtype, i, values(i));
-      }
-  }
-}
 
 __device__ bool is_slot(DeviceFault* fault, std::int64_t t, std::int64_t slot,
                         std::int64_t num_slots) {
   return is_in_range(fault, DeviceFault::Argument::slot_mapping, t, slot, -1, num_slots);
 }
 
-/// A block per token.
-__global__ void kv_append_kernel(TensorView kv_c, TensorView k_pe, TensorView norm_weight,
-                                 float norm_eps, RopeAngles rope, TensorView slot_mapping,
-                                 CacheRows cache, std::int64_t num_slots, DeviceFault* fault) {
-  const std::int64_t t = blockIdx.x;
-  const std::int64_t slot = load_index(slot_mapping, at(slot_mapping, t));
-  if (slot == -1 || !is_slot(fault, t, slot, num_slots)) return;
-  if (!has_positions(fault, rope, t)) return;
-  const std::int64_t latent = kv_c.shape[1];
-  const auto latent_channel = [&](std::int64_t i) {
-    return load(kv_c.data, kv_c.dtype, at(kv_c, t, i));
-  };
-  const auto rope_channel = [&](std::int64_t i) {
-    return load(k_pe.data, k_pe.dtype, at(k_pe, t, i));
-  };
-  const double scale = norm_weight.data ? rms_norm_scale(latent, norm_eps, latent_channel) : 1;
-  const auto value = [&](std::int64_t i) {
-    if (i >= latent) return turned_channel(rope, t, i - latent, k_pe.dtype, rope_channel);
-    if (!norm_weight.data) return latent_channel(i);
-    const double weight = load(norm_weight.data, norm_weight.dtype, at(norm_weight, i));
-    return rounded(kv_c.dtype, latent_channel(i) * scale * weight);
-  };
-  encode_head(cache.head, value, cache.slot(slot));
+/// channel(i) of the first `capacity` channels to shared memory of these threads: a write to the
+/// cache would hold up the reads behind it, and scales need every channel twice. Rows of most
+/// models have no more; what is behind is read again.
+template <class Threads, class Channels>
+__device__ void stage(float* staged, int capacity, std::int64_t width, const Channels& channel) {
+#pragma unroll 4
+  for (int i = Threads::rank(); i < capacity && i < width; i += Threads::kSize) {
+    staged[i] = channel(i);
+  }
+  Threads::sync();
 }
 
-/// A block per token and head.
-__global__ void gqa_append_kernel(TensorView heads, TensorView slot_mapping, RopeAngles rope,
-                                  CacheRows cache, std::int64_t num_slots, DeviceFault* fault) {
-  const std::int64_t t = blockIdx.x / heads.shape[1];
-  const std::int64_t n = blockIdx.x % heads.shape[1];
-  const std::int64_t slot = load_index(slot_mapping, at(slot_mapping, t));
+/// A block per token.
+__global__ void kv_append_kernel(const __grid_constant__ KvAppendParams p,
+                                 const __grid_constant__ CacheRows cache, std::int64_t num_slots,
+                                 DeviceFault* fault) {
+  const std::int64_t t = blockIdx.x;
+  const std::int64_t slot = load_index(p.slot_mapping, at(p.slot_mapping, t));
   if (slot == -1 || !is_slot(fault, t, slot, num_slots)) return;
-  if (!has_positions(fault, rope, t)) return;
-  const auto stored = [&](std::int64_t i) {
-    return load(heads.data, heads.dtype, at(heads, t, n, i));
+  if (!has_positions(fault, p.rope, t)) return;
+  const std::int64_t latent = p.kv_c.shape[1];
+  const bool norms = p.norm_weight.data != nullptr;
+  const double scale = norms ? rms_norm_scale(ElementRow(p.kv_c, at(p.kv_c, t)), p.norm_eps) : 1;
+  const auto channel = [&](std::int64_t i) {
+    if (i >= latent) {
+      return turned_channel(p.rope, t, i - latent, p.k_pe.dtype, [&](std::int64_t c) {
+        return load(p.k_pe.data, p.k_pe.dtype, at(p.k_pe, t, c));
+      });
+    }
+    const float x = load(p.kv_c.data, p.kv_c.dtype, at(p.kv_c, t, i));
+    if (!norms) return x;
+    const float weight = load(p.norm_weight.data, p.norm_weight.dtype, at(p.norm_weight, i));
+    return rounded(p.kv_c.dtype, normed(x, scale, weight));
   };
-  const auto value = [&](std::int64_t i) {
-    return turned_channel(rope, t, i, heads.dtype, stored);
+  constexpr int kStaged = 1024;
+  __shared__ float staged[kStaged];
+  stage<Block>(staged, kStaged, latent + p.k_pe.shape[1], channel);
+  encode_head<Block>(
+      cache.head, [&](std::int64_t i) { return i < kStaged ? staged[i] : channel(i); },
+      cache.slot(slot));
+}
+
+/// A warp per token, head, and keys or values.
+__global__ void gqa_append_kernel(const __grid_constant__ GqaAppendParams p,
+                                  const __grid_constant__ CacheRows k_cache,
+                                  const __grid_constant__ CacheRows v_cache, Divisor heads,
+                                  std::int64_t num_slots, DeviceFault* fault) {
+  const std::int64_t tokens = p.k.shape[0];
+  const std::uint32_t i = blockIdx.x * kWarps + threadIdx.x / 32;
+  const std::int64_t row = heads.quotient(i), n = heads.remainder(i);
+  const bool is_key = row < tokens;
+  const std::int64_t t = is_key ? row : row - tokens;
+  if (t >= tokens) return;
+  const std::int64_t slot = load_index(p.slot_mapping, at(p.slot_mapping, t));
+  if (slot == -1 || !is_slot(fault, t, slot, num_slots)) return;
+  if (is_key && !has_positions(fault, p.rope, t)) return;
+  const TensorView& x = is_key ? p.k : p.v;
+  const auto stored = [&](std::int64_t c) { return load(x.data, x.dtype, at(x, t, n, c)); };
+  const auto channel = [&](std::int64_t c) {
+    return is_key ? turned_channel(p.rope, t, c, x.dtype, stored) : stored(c);
   };
-  encode_head(cache.head, value, cache.slot(slot) + n * cache.head.bytes);
+  constexpr int kStaged = 256;
+  __shared__ float of_warp[kWarps][kStaged];
+  float* staged = of_warp[threadIdx.x / 32];
+  stage<Warp>(staged, kStaged, x.shape[2], channel);
+  const CacheRows& cache = is_key ? k_cache : v_cache;
+  encode_head<Warp>(
+      cache.head, [&](std::int64_t c) { return c < kStaged ? staged[c] : channel(c); },
+      cache.slot(slot) + n * cache.head.bytes);
 }
 
 /// Rows [row, row + count) of a block.
@@ -156,22 +103,58 @@ struct Pieces {
   Piece of[kMax];
 };
 
-/// A block per piece.
-__global__ void kv_gather_kernel(const __grid_constant__ Pieces pieces, CacheRows cache,
-                                 TensorView out) {
-  const Piece piece = pieces.of[blockIdx.x];
-  const std::int64_t width = out.shape[1];
-  for (std::int64_t j = threadIdx.x; j < piece.count * width; j += kThreads) {
-    const std::int64_t d = j % width;
-    const std::byte* row = cache.row(piece.block, piece.row + j / width);
-    const std::int64_t to = at(out, piece.out_row + j / width, d);
-    if (out.dtype == DType::u8) {
-      static_cast<std::byte*>(out.data)[to] = row[d];
-    } else if (cache.head.scales == KvScales::none) {
-      copy_element(row, cache.head.dtype, d, out.data, out.dtype, to);
+/// `bytes` bytes by a warp.
+__device__ void copy_bytes(const std::byte* from, std::byte* to, std::int64_t bytes) {
+  const int lane = Warp::rank();
+  const std::int64_t addresses = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(from) |
+                                                           reinterpret_cast<std::uintptr_t>(to));
+  constexpr std::int64_t kVector = sizeof(uint4);
+  if ((addresses | bytes) % kVector != 0) {
+    for (std::int64_t i = lane; i < bytes; i += Warp::kSize) to[i] = from[i];
+    return;
+  }
+  for (std::int64_t i = lane; i < bytes / kVector; i += Warp::kSize) {
+    reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+  }
+}
+
+/// The elements of a stored row by a warp.
+__device__ void decode_heads(const HeadFormat& format, const std::byte* row, const TensorView& out,
+                             std::int64_t to) {
+  for (std::int64_t first = 0; first < out.shape[1]; first += format.elements) {
+    // Together: a write could hold up the next read.
+    for (std::int64_t i = Warp::rank(); i < format.elements; i += kTogether * Warp::kSize) {
+      float values[kTogether];
+      for (int j = 0; j < kTogether; ++j) {
+        const std::int64_t element = i + j * Warp::kSize;
+        if (element < format.elements) values[j] = decode_element(format, row, element);
+      }
+      for (int j = 0; j < kTogether; ++j) {
+        const std::int64_t element = i + j * Warp::kSize;
+        if (element < format.elements) store(out.data, out.dtype, to + first + element, values[j]);
+      }
+    }
+    row += format.bytes;
+  }
+}
+
+/// kBlocksPerPiece blocks per piece, a warp per row.
+constexpr int kBlocksPerPiece = 16;
+__global__ void kv_gather_kernel(const __grid_constant__ Pieces pieces,
+                                 const __grid_constant__ CacheRows cache,
+                                 const __grid_constant__ TensorView out) {
+  const Piece& piece = pieces.of[blockIdx.x / kBlocksPerPiece];
+  const int first = blockIdx.x % kBlocksPerPiece * kWarps + threadIdx.x / 32;
+  for (int j = first; j < piece.count; j += kBlocksPerPiece * kWarps) {
+    const std::byte* row = cache.row(piece.block, piece.row + j);
+    const std::int64_t to = at(out, piece.out_row + j);
+    const bool is_copy = out.dtype == DType::u8 || (cache.head.scales == KvScales::none &&
+                                                    cache.head.dtype == out.dtype);
+    if (is_copy) {
+      const std::int64_t size = out.dtype == DType::u8 ? 1 : out.dtype == DType::f32 ? 4 : 2;
+      copy_bytes(row, static_cast<std::byte*>(out.data) + to * size, out.shape[1] * size);
     } else {
-      const std::byte* head = row + d / cache.head.elements * cache.head.bytes;
-      store(out.data, out.dtype, to, decode_element(cache.head, head, d % cache.head.elements));
+      decode_heads(cache.head, row, out, to);
     }
   }
 }
@@ -179,17 +162,16 @@ __global__ void kv_gather_kernel(const __grid_constant__ Pieces pieces, CacheRow
 }  // namespace
 
 void kv_append(const OpContext& ctx, const KvAppendParams& p) {
-  launch(ctx, p.kv_c.shape[0], kv_append_kernel, p.kv_c, p.k_pe, p.norm_weight, p.norm_eps,
-         p.rope, p.slot_mapping,
-         CacheRows(*p.cache, 1), p.cache->num_slots(), ctx.device_fault);
+  launch(ctx, p.kv_c.shape[0], kv_append_kernel, p, CacheRows(*p.cache, 1),
+         p.cache->num_slots(), ctx.device_fault);
 }
 
 void gqa_append(const OpContext& ctx, const GqaAppendParams& p) {
   const std::int64_t heads = p.k.shape[1];
-  launch(ctx, p.k.shape[0] * heads, gqa_append_kernel, p.k, p.slot_mapping, p.rope,
-         CacheRows(*p.k_cache, heads), p.k_cache->num_slots(), ctx.device_fault);
-  launch(ctx, p.v.shape[0] * heads, gqa_append_kernel, p.v, p.slot_mapping, RopeAngles{},
-         CacheRows(*p.v_cache, heads), p.v_cache->num_slots(), ctx.device_fault);
+  if (heads == 0) return;
+  launch_warps(ctx, 2 * p.k.shape[0] * heads, gqa_append_kernel, p, CacheRows(*p.k_cache, heads),
+               CacheRows(*p.v_cache, heads), Divisor(heads), p.k_cache->num_slots(),
+               ctx.device_fault);
 }
 
 void kv_gather(const OpContext& ctx, const KvGatherParams& p) {
@@ -197,7 +179,7 @@ void kv_gather(const OpContext& ctx, const KvGatherParams& p) {
   const std::int64_t block_size = p.cache->block_size();
   Pieces pieces;
   const auto send = [&] {
-    launch(ctx, pieces.count, kv_gather_kernel, pieces, cache, p.out);
+    launch(ctx, pieces.count * kBlocksPerPiece, kv_gather_kernel, pieces, cache, p.out);
     pieces.count = 0;
   };
   std::int64_t out_row = 0;
@@ -207,8 +189,7 @@ void kv_gather(const OpContext& ctx, const KvGatherParams& p) {
     const std::int64_t end = std::int64_t{p.starts[r]} + p.seq_lens[r];
     for (std::int64_t key = p.starts[r]; key < end;) {
       const std::int64_t row = key % block_size;
-      // Long blocks in several pieces, so that many threads share them.
-      constexpr std::int64_t kRows = 64;
+      constexpr std::int64_t kRows = kBlocksPerPiece * kWarps;  // One a warp.
       const std::int64_t count = std::min({end - key, block_size - row, kRows});
       if (pieces.count == Pieces::kMax) send();
       pieces.of[pieces.count++] = {blocks[key / block_size], static_cast<std::int32_t>(row),

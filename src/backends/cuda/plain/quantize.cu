@@ -1,7 +1,10 @@
 // Queries and outputs as codes.
+#include <type_traits>
+
 #include "backends/cuda/plain/block.cuh"
-#include "backends/cuda/plain/elements.cuh"
 #include "backends/cuda/plain/kernels.h"
+#include "backends/cuda/plain/rows.cuh"
+#include "core/divisor.h"
 #include "quant/output_codec.h"
 #include "quant/power_of_two.h"
 
@@ -11,22 +14,48 @@ namespace {
 using E4m3 = FloatCode<Float8E4M3FN>;
 using E2m1 = FloatCode<Float4E2M1>;
 
-/// A block per token and head.
-__global__ void quantize_query_kernel(QuantizeQueryParams p) {
-  const std::int64_t t = blockIdx.x / p.out.shape[1];
-  const std::int64_t n = blockIdx.x % p.out.shape[1];
-  const std::int64_t latent = p.q_latent.shape[2];
-  for (std::int64_t i = threadIdx.x; i < p.out.shape[2]; i += kThreads) {
-    const TensorView& part = i < latent ? p.q_latent : p.q_pe;
-    const float value = load(part.data, part.dtype, at(part, t, n, i < latent ? i : i - latent));
-    static_cast<std::uint8_t*>(p.out.data)[at(p.out, t, n, i)] = E4m3::encode(value / p.scale);
+/// Those of codes[0, kCount) that lie before `end`.
+template <int kCount>
+__device__ void store_codes(const std::uint8_t (&codes)[kCount], std::uint8_t* to,
+                            const std::uint8_t* end) {
+  using Word = std::conditional_t<kCount == 8, std::uint64_t, std::uint32_t>;
+  static_assert(sizeof(Word) == kCount);
+  if (to + kCount <= end && reinterpret_cast<std::uintptr_t>(to) % kCount == 0) {
+    Word word;
+    memcpy(&word, codes, kCount);
+    *reinterpret_cast<Word*>(to) = word;
+  } else {
+    for (int j = 0; j < kCount; ++j) {
+      if (to + j < end) to[j] = codes[j];
+    }
   }
+}
+
+/// Channels from `to` on.
+__device__ void quantize_part(const ElementRow& part, float scale, std::uint8_t* to) {
+  for (std::int64_t i = Warp::rank() * kTogether; i < part.width(); i += Warp::kSize * kTogether) {
+    const Values values = part.load(i);
+    std::uint8_t codes[kTogether];
+    for (int j = 0; j < kTogether; ++j) codes[j] = E4m3::encode(values.at[j] / scale);
+    store_codes(codes, to + i, to + part.width());
+  }
+}
+
+/// A warp per token and head.
+__global__ void quantize_query_kernel(const __grid_constant__ QuantizeQueryParams p,
+                                      Divisor heads) {
+  const std::uint32_t i = blockIdx.x * kWarps + threadIdx.x / 32;
+  const std::int64_t t = heads.quotient(i), n = heads.remainder(i);
+  if (t >= p.out.shape[0]) return;
+  auto* out = static_cast<std::uint8_t*>(p.out.data) + at(p.out, t, n);
+  quantize_part(ElementRow(p.q_latent, at(p.q_latent, t, n)), p.scale, out);
+  quantize_part(ElementRow(p.q_pe, at(p.q_pe, t, n)), p.scale, out + p.q_latent.shape[2]);
 }
 
 struct OutputGroups {
   OutputQuant kind;
   float scale;  ///< Of stored values; unless groups have their own.
-  std::int64_t size;
+  std::int64_t size;   ///< 16, 64 or 128 channels, or what a thread has.
   std::int64_t count;  ///< Of a row.
 };
 
@@ -41,51 +70,74 @@ __device__ void store_group_scale(const TensorView& scales, std::int64_t t, std:
   }
 }
 
-/// Scale and codes of one group, as OutputRows::write_group.
-__device__ void quantize_group(const QuantizeOutputParams& p, const OutputGroups& groups,
-                               std::int64_t t, std::int64_t group) {
-  const std::int64_t begin = group * groups.size;
-  const std::int64_t end = min(begin + groups.size, p.x.shape[1]);
-  const auto value = [&](std::int64_t d) { return load(p.x.data, p.x.dtype, at(p.x, t, d)); };
-  float amax = 0.f;  // Of the finite values; NaN when a value is.
-  for (std::int64_t d = begin; d < end; ++d) {
-    const float x = value(d);
-    if (isnan(x)) {
-      amax = x;
-      break;
-    }
-    if (isfinite(x)) amax = fmaxf(amax, fabsf(x));
+/// The largest finite magnitude of a group that lies in `lanes` lanes; NaN when a value is.
+__device__ float group_amax(const Values& values, int lanes) {
+  float amax = 0.f;
+  bool has_nan = false;
+  for (int j = 0; j < kTogether; ++j) {
+    if (isfinite(values.at[j])) amax = fmaxf(amax, fabsf(values.at[j]));
+    has_nan |= isnan(values.at[j]);
   }
-  auto* codes = static_cast<std::uint8_t*>(p.output.out.data) + at(p.output.out, t);
-  if (groups.kind == OutputQuant::nvfp4) {
-    const std::uint8_t code = E4m3::encode(amax / E2m1::kLargest / groups.scale);
+  if (has_nan) amax = NAN;
+  for (int step = lanes / 2; step > 0; step /= 2) {
+    const float other = __shfl_xor_sync(~0u, amax, step);
+    amax = isnan(amax) || isnan(other) ? NAN : fmaxf(amax, other);
+  }
+  return amax;
+}
+
+/// Codes of two values each, and a lane's share of the group's scale.
+__device__ void quantize_nvfp4(const QuantizeOutputParams& p, const OutputGroups& groups,
+                               std::int64_t t, std::int64_t d, const Values& values, float amax) {
+  const std::uint8_t code = E4m3::encode(amax / E2m1::kLargest / groups.scale);
+  if (d % groups.size == 0) {
     static_cast<std::uint8_t*>(
-        p.output.block_scale.data)[nvfp4_scale_offset(t, group, groups.count)] = code;
-    const float step = E4m3::decode(code) * groups.scale;
-    // Too small for any scale: all codes are zero. A NaN shows in the group's scale.
-    const bool zero = step == 0.f || isnan(step);
-    for (std::int64_t d = begin; d < end; d += 2) {
-      codes[d / 2] = zero ? std::uint8_t{0}
-                          : static_cast<std::uint8_t>(E2m1::encode(value(d) / step) |
-                                                      E2m1::encode(value(d + 1) / step) << 4);
-    }
-    return;
+        p.output.block_scale.data)[nvfp4_scale_offset(t, d / groups.size, groups.count)] = code;
   }
+  const float step = E4m3::decode(code) * groups.scale;
+  // Too small for any scale: all codes are zero. A NaN shows in the group's scale.
+  const bool zero = step == 0.f || isnan(step);
+  std::uint8_t codes[kTogether / 2];
+  for (int j = 0; j < kTogether / 2; ++j) {
+    codes[j] = zero ? std::uint8_t{0}
+                    : static_cast<std::uint8_t>(E2m1::encode(values.at[2 * j] / step) |
+                                                E2m1::encode(values.at[2 * j + 1] / step) << 4);
+  }
+  auto* row = static_cast<std::uint8_t*>(p.output.out.data) + at(p.output.out, t);
+  store_codes(codes, row + d / 2, row + p.output.out.shape[1]);
+}
+
+__device__ void quantize_fp8(const QuantizeOutputParams& p, const OutputGroups& groups,
+                             std::int64_t t, std::int64_t d, const Values& values, float amax) {
   float scale = groups.scale;
   if (groups.kind == OutputQuant::fp8_per_group) {
     scale = isnan(amax) ? amax : fmaxf(amax, kSmallestAmax) / E4m3::kLargest;
     if (p.output.power_of_two_scales) scale = power_of_two_above(scale);
-    store_group_scale(p.output.block_scale, t, group, scale);
+    if (d % groups.size == 0) store_group_scale(p.output.block_scale, t, d / groups.size, scale);
   }
-  for (std::int64_t d = begin; d < end; ++d) codes[d] = E4m3::encode(value(d) / scale);
+  std::uint8_t codes[kTogether];
+  for (int j = 0; j < kTogether; ++j) codes[j] = E4m3::encode(values.at[j] / scale);
+  auto* row = static_cast<std::uint8_t*>(p.output.out.data) + at(p.output.out, t);
+  store_codes(codes, row + d, row + p.output.out.shape[1]);
 }
 
-/// A block per row of out, of which x may have fewer; a thread per group.
-__global__ void quantize_output_kernel(QuantizeOutputParams p, OutputGroups groups) {
+/// A block per row of out, of which x may have fewer. A thread has kTogether channels at a time, so
+/// that a group is that of neighbouring lanes of a warp.
+__global__ void quantize_output_kernel(const __grid_constant__ QuantizeOutputParams p,
+                                       OutputGroups groups) {
   const std::int64_t t = blockIdx.x;
   if (t < p.x.shape[0]) {
-    for (std::int64_t g = threadIdx.x; g < groups.count; g += kThreads) {
-      quantize_group(p, groups, t, g);
+    const ElementRow x(p.x, at(p.x, t));
+    for (std::int64_t first = 0; first < x.width(); first += kThreads * kTogether) {
+      const std::int64_t d = first + threadIdx.x * kTogether;
+      const Values values = x.load(d);
+      const float amax = group_amax(values, static_cast<int>(groups.size) / kTogether);
+      if (d >= x.width()) continue;
+      if (groups.kind == OutputQuant::nvfp4) {
+        quantize_nvfp4(p, groups, t, d, values, amax);
+      } else {
+        quantize_fp8(p, groups, t, d, values, amax);
+      }
     }
     return;
   }
@@ -98,7 +150,8 @@ __global__ void quantize_output_kernel(QuantizeOutputParams p, OutputGroups grou
 }
 
 /// A block per row of nvfp4's scales: those that belong to no row or to no group.
-__global__ void clear_padding_kernel(QuantizeOutputParams p, OutputGroups groups) {
+__global__ void clear_padding_kernel(const __grid_constant__ QuantizeOutputParams p,
+                                     OutputGroups groups) {
   const std::int64_t row = blockIdx.x;
   const std::int64_t first = row < p.x.shape[0] ? groups.count : 0;
   for (std::int64_t g = first + threadIdx.x; g < p.output.block_scale.shape[1]; g += kThreads) {
@@ -108,11 +161,10 @@ __global__ void clear_padding_kernel(QuantizeOutputParams p, OutputGroups groups
 }
 
 OutputGroups groups_of(const QuantizeOutputParams& p) {
-  constexpr std::int64_t kPiece = 128;  // Channels of a thread where all share one scale.
   const QuantizedOutput& output = p.output;
   const std::int64_t width = p.x.shape[1];
   const OutputQuant kind = output_quant_of(output, width);
-  std::int64_t size = kPiece;
+  std::int64_t size = kTogether;  // Where all share one scale: whatever a thread has.
   if (kind == OutputQuant::nvfp4) size = kNvfp4Group;
   if (kind == OutputQuant::fp8_per_group) size = width / output.block_scale.shape[1];
   return {.kind = kind,
@@ -124,7 +176,9 @@ OutputGroups groups_of(const QuantizeOutputParams& p) {
 }  // namespace
 
 void quantize_query(const OpContext& ctx, const QuantizeQueryParams& p) {
-  launch(ctx, p.out.shape[0] * p.out.shape[1], quantize_query_kernel, p);
+  const std::int64_t heads = p.out.shape[1];
+  if (heads == 0) return;
+  launch_warps(ctx, p.out.shape[0] * heads, quantize_query_kernel, p, Divisor(heads));
 }
 
 void quantize_output(const OpContext& ctx, const QuantizeOutputParams& p) {

@@ -39,7 +39,8 @@ __device__ auto turned_channel(const RopeAngles& angles, std::int64_t token, std
                                DType dtype, LoadChannel load_channel) -> decltype(load_channel(i)) {
   const std::int64_t pairs = angles.cos_sin.data ? angles.cos_sin.shape[1] / 2 : 0;
   if (i >= 2 * pairs) return load_channel(i);
-  const std::int64_t pair = angles.pairing == RopePairing::neox ? i % pairs : i / 2;
+  const std::int64_t in_neox = i < pairs ? i : i - pairs;
+  const std::int64_t pair = angles.pairing == RopePairing::neox ? in_neox : i / 2;
   const TurnedPair turned = turn_pair(angles, token, pair, dtype, load_channel);
   return i == turned.first ? turned.first_value : turned.second_value;
 }

@@ -4,96 +4,124 @@
 #include "backends/cuda/plain/block.cuh"
 #include "backends/cuda/plain/kernels.h"
 #include "backends/cuda/plain/rotation.cuh"
+#include "backends/cuda/plain/rows.cuh"
+#include "core/divisor.h"
 
 namespace fovea::cuda::plain {
 namespace {
 
-/// A block per row.
-__global__ void rms_norm_kernel(RmsNormParams p) {
-  const std::int64_t t = blockIdx.x;
-  const std::int64_t width = p.x.shape[1];
-  const double scale = rms_norm_scale(
-      width, p.eps, [&](std::int64_t d) { return load(p.x.data, p.x.dtype, at(p.x, t, d)); });
-  for (std::int64_t d = threadIdx.x; d < width; d += kThreads) {
-    const double x = load(p.x.data, p.x.dtype, at(p.x, t, d));
-    const double weight = load(p.weight.data, p.weight.dtype, at(p.weight, d));
-    store(p.out.data, p.out.dtype, at(p.out, t, d), static_cast<float>(x * scale * weight));
-  }
-}
+// At least: rows that are no pieces of 16 bytes would take registers from the others.
+constexpr int kBlocksPerMultiprocessor = 8;
 
 /// A block per row.
-__global__ void add_residual_kernel(AddResidualParams p) {
+__global__ void rms_norm_kernel(const __grid_constant__ RmsNormParams p) {
   const std::int64_t t = blockIdx.x;
-  for (std::int64_t d = threadIdx.x; d < p.x.shape[1]; d += kThreads) {
-    const double x = load(p.x.data, p.x.dtype, at(p.x, t, d));
-    const double y = load(p.y.data, p.y.dtype, at(p.y, t, d));
-    store(p.x.data, p.x.dtype, at(p.x, t, d), static_cast<float>(x + double{p.scale} * y));
-  }
-}
-
-/// A block per token and head.
-__global__ void rope_kernel(RopeParams p, DeviceFault* fault) {
-  const std::int64_t t = blockIdx.x / p.x.shape[1];
-  if (!has_positions(fault, p.angles, t)) return;
-  const std::int64_t n = blockIdx.x % p.x.shape[1];
-  for (std::int64_t pair = threadIdx.x; pair < p.x.shape[2] / 2; pair += kThreads) {
-    const TurnedPair turned = turn_pair(p.angles, t, pair, p.x.dtype, [&](std::int64_t i) {
-      return load(p.x.data, p.x.dtype, at(p.x, t, n, i));
-    });
-    store(p.x.data, p.x.dtype, at(p.x, t, n, turned.first), turned.first_value);
-    store(p.x.data, p.x.dtype, at(p.x, t, n, turned.second), turned.second_value);
-  }
-}
-
-/// Bit for bit where the factor is 1.
-__device__ void scale_row(const TensorView& from, const TensorView& to, std::int64_t t,
-                          std::int64_t n, double factor) {
-  for (std::int64_t d = threadIdx.x; d < to.shape[2]; d += kThreads) {
-    if (factor == 1) {
-      copy_element(from.data, from.dtype, at(from, t, n, d), to.data, to.dtype, at(to, t, n, d));
-    } else {
-      const double value = load(from.data, from.dtype, at(from, t, n, d));
-      store(to.data, to.dtype, at(to, t, n, d), static_cast<float>(value * factor));
+  const ElementRow x(p.x, at(p.x, t)), weight(p.weight, 0), out(p.out, at(p.out, t));
+  const double scale = rms_norm_scale(x, p.eps);
+#pragma unroll 4
+  for (std::int64_t i = threadIdx.x * kTogether; i < x.width(); i += kThreads * kTogether) {
+    Values values = x.load(i);
+    const Values weights = weight.load(i);
+    for (int j = 0; j < kTogether; ++j) {
+      values.at[j] = normed(values.at[j], scale, weights.at[j]);
     }
+    out.store(i, values);
   }
 }
 
-/// A block per token and head. The result may lie where an input does.
-__global__ void merge_state_kernel(MergeStateParams p) {
+/// A block per row.
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    add_residual_kernel(const __grid_constant__ AddResidualParams p) {
+  const std::int64_t t = blockIdx.x;
+  const ElementRow x(p.x, at(p.x, t)), y(p.y, at(p.y, t));
+  for (std::int64_t i = threadIdx.x * kTogether; i < x.width(); i += kThreads * kTogether) {
+    Values sums = x.load(i);
+    const Values added = y.load(i);
+    for (int j = 0; j < kTogether; ++j) sums.at[j] = fmaf(p.scale, added.at[j], sums.at[j]);
+    x.store(i, sums);
+  }
+}
+
+/// A block per token and kThreads pairs of its heads, a thread per pair.
+__global__ void rope_kernel(const __grid_constant__ RopeParams p, Divisor blocks_per_token,
+                            Divisor pairs_per_head, DeviceFault* fault) {
+  const std::int64_t t = blocks_per_token.quotient(blockIdx.x);
+  const std::uint32_t i = blocks_per_token.remainder(blockIdx.x) * kThreads + threadIdx.x;
+  const std::int64_t n = pairs_per_head.quotient(i);
+  if (n >= p.x.shape[1] || !has_positions(fault, p.angles, t)) return;
+  const std::int64_t pair = pairs_per_head.remainder(i);
+  const TurnedPair turned = turn_pair(p.angles, t, pair, p.x.dtype, [&](std::int64_t c) {
+    return load(p.x.data, p.x.dtype, at(p.x, t, n, c));
+  });
+  store(p.x.data, p.x.dtype, at(p.x, t, n, turned.first), turned.first_value);
+  store(p.x.data, p.x.dtype, at(p.x, t, n, turned.second), turned.second_value);
+}
+
+/// Bit for bit.
+__device__ void copy_row(const TensorView& from, const TensorView& to, std::int64_t t,
+                         std::int64_t n) {
+  for (std::int64_t d = threadIdx.x % 32; d < to.shape[2]; d += 32) {
+    copy_element(from.data, from.dtype, at(from, t, n, d), to.data, to.dtype, at(to, t, n, d));
+  }
+}
+
+/// A part without keys has lse -inf.
+__device__ bool has_keys(float lse) { return !isinf(lse); }
+
+/// What a row's parts are multiplied by, and the lse of both.
+struct MergeWeights {
+  float prefix = 0.f, suffix = 0.f;
+  float lse = -INFINITY;
+};
+
+__device__ MergeWeights merge_weights(float prefix_lse, float suffix_lse, float sink) {
+  const bool prefix = has_keys(prefix_lse), suffix = has_keys(suffix_lse);
+  MergeWeights weights;
+  if (!prefix && !suffix) return weights;
+  const float max = prefix && suffix ? fmaxf(prefix_lse, suffix_lse)
+                                     : (prefix ? prefix_lse : suffix_lse);
+  weights.prefix = prefix ? expf(prefix_lse - max) : 0.f;
+  weights.suffix = suffix ? expf(suffix_lse - max) : 0.f;
+  const float sum = weights.prefix + weights.suffix;
+  weights.lse = max + logf(sum);
+  // What a sink leaves of the weights that the lse is of.
+  const float factor = 1.f / (sum * (1.f + expf(sink - weights.lse)));
+  weights.prefix *= factor;
+  weights.suffix *= factor;
+  return weights;
+}
+
+/// A warp per token and head. The result may lie where an input does.
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    merge_state_kernel(const __grid_constant__ MergeStateParams p, Divisor heads) {
   const TensorView& out = p.result.out;
-  const std::int64_t t = blockIdx.x / out.shape[1];
-  const std::int64_t n = blockIdx.x % out.shape[1];
-  const double prefix_lse = load_f32(p.prefix.lse, at(p.prefix.lse, n, t));
-  const double suffix_lse = load_f32(p.suffix.lse, at(p.suffix.lse, n, t));
-  const bool no_prefix = isinf(prefix_lse), no_suffix = isinf(suffix_lse);
-  const double sink = p.sinks.data ? load_f32(p.sinks, at(p.sinks, n)) : -INFINITY;
-  __syncthreads();  // All have read what the result may overwrite.
-  // What the sink leaves of the weights that `lse` is of.
-  const auto share = [&](double lse) { return 1 / (1 + exp(sink - lse)); };
-  double lse = -INFINITY;
-  if (no_prefix && no_suffix) {
-    for (std::int64_t d = threadIdx.x; d < out.shape[2]; d += kThreads) {
-      store(out.data, out.dtype, at(out, t, n, d), 0.f);
-    }
-  } else if (no_prefix || no_suffix) {
-    lse = no_suffix ? prefix_lse : suffix_lse;
-    scale_row(no_suffix ? p.prefix.out : p.suffix.out, out, t, n, share(lse));
-  } else {
-    const double max = fmax(prefix_lse, suffix_lse);
-    const double prefix_weight = exp(prefix_lse - max);
-    const double suffix_weight = exp(suffix_lse - max);
-    const double sum = prefix_weight + suffix_weight;
-    lse = max + log(sum);
-    const double factor = share(lse) / sum;
-    for (std::int64_t d = threadIdx.x; d < out.shape[2]; d += kThreads) {
-      const TensorView &a = p.prefix.out, &b = p.suffix.out;
-      const double value = prefix_weight * load(a.data, a.dtype, at(a, t, n, d)) +
-                           suffix_weight * load(b.data, b.dtype, at(b, t, n, d));
-      store(out.data, out.dtype, at(out, t, n, d), static_cast<float>(value * factor));
-    }
+  const std::uint32_t i = blockIdx.x * kWarps + threadIdx.x / 32;
+  const std::int64_t t = heads.quotient(i), n = heads.remainder(i);
+  if (t >= out.shape[0]) return;
+  const float prefix_lse = load_f32(p.prefix.lse, at(p.prefix.lse, n, t));
+  const float suffix_lse = load_f32(p.suffix.lse, at(p.suffix.lse, n, t));
+  const MergeWeights weights = merge_weights(
+      prefix_lse, suffix_lse, p.sinks.data ? load_f32(p.sinks, at(p.sinks, n)) : -INFINITY);
+  __syncwarp();  // All have read what the result may overwrite.
+  const int lane = threadIdx.x % 32;
+  if (lane == 0 && p.result.lse.data) {
+    static_cast<float*>(p.result.lse.data)[at(p.result.lse, n, t)] = weights.lse;
   }
-  if (threadIdx.x == 0 && p.result.lse.data) {
-    static_cast<float*>(p.result.lse.data)[at(p.result.lse, n, t)] = static_cast<float>(lse);
+  const bool has_prefix = has_keys(prefix_lse), has_suffix = has_keys(suffix_lse);
+  if (!has_suffix && weights.prefix == 1.f) return copy_row(p.prefix.out, out, t, n);
+  if (!has_prefix && weights.suffix == 1.f) return copy_row(p.suffix.out, out, t, n);
+  const ElementRow to(out, at(out, t, n));
+  const ElementRow prefix(p.prefix.out, at(p.prefix.out, t, n));
+  const ElementRow suffix(p.suffix.out, at(p.suffix.out, t, n));
+  for (std::int64_t d = lane * kTogether; d < to.width(); d += 32 * kTogether) {
+    // A part without keys may hold anything.
+    const Values a = has_prefix ? prefix.load(d) : Values{};
+    const Values b = has_suffix ? suffix.load(d) : Values{};
+    Values merged;
+    for (int j = 0; j < kTogether; ++j) {
+      merged.at[j] = weights.prefix * a.at[j] + weights.suffix * b.at[j];
+    }
+    to.store(d, merged);
   }
 }
 
@@ -118,11 +146,20 @@ void add_residual(const OpContext& ctx, const AddResidualParams& p) {
 }
 
 void rope(const OpContext& ctx, const RopeParams& p) {
-  launch(ctx, p.x.shape[0] * p.x.shape[1], rope_kernel, p, ctx.device_fault);
+  const std::int64_t pairs = p.x.shape[2] / 2;
+  const std::int64_t blocks_per_token = (p.x.shape[1] * pairs + kThreads - 1) / kThreads;
+  if (blocks_per_token == 0) return;
+  FOVEA_CHECK(blocks_per_token <= std::numeric_limits<std::int32_t>::max() / kThreads, unsupported,
+              "rope: {} channel pairs of a token are more than a launch takes, 2^31 - 1",
+              p.x.shape[1] * pairs);
+  launch(ctx, p.x.shape[0] * blocks_per_token, rope_kernel, p, Divisor(blocks_per_token),
+         Divisor(pairs), ctx.device_fault);
 }
 
 void merge_state(const OpContext& ctx, const MergeStateParams& p) {
-  launch(ctx, p.result.out.shape[0] * p.result.out.shape[1], merge_state_kernel, p);
+  const std::int64_t heads = p.result.out.shape[1];
+  if (heads == 0) return;
+  launch_warps(ctx, p.result.out.shape[0] * heads, merge_state_kernel, p, Divisor(heads));
 }
 
 void write_padding_rows(const OpContext& ctx, std::int64_t num_actual, const TensorView& out,
