@@ -10,6 +10,18 @@
 namespace fovea::test {
 namespace {
 
+/// The stored row of token t: kv_c and k_pe side by side.
+std::vector<std::byte> encoded_row(const KvFormat& format, const TensorView& kv_c,
+                                   const TensorView& k_pe, std::int64_t t) {
+  std::vector<float> values;
+  for (const TensorView& part : {kv_c.select(0, t), k_pe.select(0, t)}) {
+    for (double x : to_doubles(part)) values.push_back(static_cast<float>(x));
+  }
+  std::vector<std::byte> row(static_cast<std::size_t>(format.row_bytes()));
+  encode_row(format, values, row);
+  return row;
+}
+
 class KvFormatsAppend : public BackendTest {};
 FOVEA_FOR_EACH_BACKEND(KvFormatsAppend);
 
@@ -27,13 +39,8 @@ TEST_P(KvFormatsAppend, AppendWritesWhatTheCodecSaysAndGatherReadsIt) {
     poison_bytes(cache.slot(0), 5 * format.row_bytes());
     kv_append(ctx(), {kv_c, k_pe, TensorView::of(slots.data(), {3}), &cache});
 
-    std::vector<std::byte> expected(static_cast<std::size_t>(format.row_bytes()));
     for (std::int64_t t : {0, 2}) {
-      std::vector<float> values;
-      for (const TensorView& part : {kv_c.view().select(0, t), k_pe.view().select(0, t)}) {
-        for (double x : to_doubles(part)) values.push_back(static_cast<float>(x));
-      }
-      encode_row(format, values, expected);
+      const std::vector<std::byte> expected = encoded_row(format, kv_c, k_pe, t);
       EXPECT_EQ(0, std::memcmp(cache.slot(slots[static_cast<std::size_t>(t)]), expected.data(),
                                expected.size()));
     }
@@ -53,6 +60,26 @@ TEST_P(KvFormatsAppend, AppendWritesWhatTheCodecSaysAndGatherReadsIt) {
                                unit_roundoff(dtype()) + 0x1p-24));
       EXPECT_EQ(0, std::memcmp(raw.view().select(0, slot).data, cache.slot(slot),
                                static_cast<std::size_t>(format.row_bytes())));
+    }
+  }
+}
+
+TEST_P(KvFormatsAppend, WideRowsAreStoredAsNarrowOnesAre) {
+  for (const std::int64_t latent : {960, 1100, 1900}) {
+    const PaddedTensor kv_c(dtype(), {2, latent}), k_pe(dtype(), {2, 64});
+    fill_normal(kv_c, 5);
+    fill_normal(k_pe, 6);
+    std::vector<std::int64_t> slots{1, 0};
+    for (const std::string_view name : {"bf16", "fp8_e4m3", "int8_per_token", "int4_per_token"}) {
+      SCOPED_TRACE(::testing::Message() << name << ", " << latent << " channels");
+      const KvFormat format = latent_format(name, latent, 64, {0.01f, 0.01f});
+      const PagedKvCache cache = PagedKvCache::allocate(format, {.num_blocks = 1, .block_size = 2});
+      poison_bytes(cache.slot(0), 2 * format.row_bytes());
+      kv_append(ctx(), {kv_c, k_pe, TensorView::of(slots.data(), {2}), &cache});
+      for (std::int64_t t : {0, 1}) {
+        const std::vector<std::byte> expected = encoded_row(format, kv_c, k_pe, t);
+        EXPECT_EQ(0, std::memcmp(cache.slot(1 - t), expected.data(), expected.size()));
+      }
     }
   }
 }
@@ -146,41 +173,43 @@ TEST_P(KvFormatsAppend, SlotsBeyondTheCacheAreRefusedInEveryFormat) {  // B133
   }
 }
 
+/// The bytes of a slot are those of encode_row.
+void expect_encoded(const PagedKvCache& cache, std::int64_t slot, const TensorView& heads) {
+  std::vector<float> values;
+  for (double x : to_doubles(heads)) values.push_back(static_cast<float>(x));
+  std::vector<std::byte> expected(static_cast<std::size_t>(cache.format().row_bytes()));
+  encode_row(cache.format(), values, expected);
+  EXPECT_EQ(0, std::memcmp(cache.slot(slot), expected.data(), expected.size()));
+}
+
 TEST_P(KvFormatsAppend, AppendedHeadsAreThoseOfTheCodec) {
-  constexpr std::int64_t kHeads = 3, kQk = 24, kV = 40;
-  const PaddedTensor k(dtype(), {2, kHeads, kQk}), v(dtype(), {2, kHeads, kV});
-  fill_normal(k, 5);
-  fill_normal(v, 6);
+  constexpr std::int64_t kHeads = 3;
   std::vector<std::int64_t> slots{1, 0}, positions{7, 9};
+  const TensorView slot_mapping = TensorView::of(slots.data(), {2});
   const Tensor cos_sin = Tensor::empty(DType::f32, {10, 16});
   fill_normal(cos_sin, 8);
-  for (const std::string_view name : kv_format_names()) {
-    if (name == "fp8_ds_mla") continue;
-    SCOPED_TRACE(name);
-    const KvFormat k_format = heads_format(name, kHeads, kQk, 0.01f);
-    const KvFormat v_format = heads_format(name, kHeads, kV, 0.02f);
-    const KvCacheLayout layout{.num_blocks = 1, .block_size = 2};
-    const PagedKvCache k_cache = PagedKvCache::allocate(k_format, layout);
-    const PagedKvCache v_cache = PagedKvCache::allocate(v_format, layout);
-    const RopeAngles angles{TensorView::of(positions.data(), {2}), cos_sin, RopePairing::neox, {}};
-    gqa_append(ctx(), {k, v, TensorView::of(slots.data(), {2}), &k_cache, &v_cache, angles});
-
-    // The op rope, then the codec.
-    const PaddedTensor turned(dtype(), {2, kHeads, kQk});
+  const RopeAngles angles{TensorView::of(positions.data(), {2}), cos_sin, RopePairing::neox, {}};
+  for (const auto& [qk, v_width] : {std::pair(24, 40), std::pair(320, 264)}) {
+    const PaddedTensor k(dtype(), {2, kHeads, qk}), v(dtype(), {2, kHeads, v_width});
+    fill_normal(k, 5);
+    fill_normal(v, 6);
+    const PaddedTensor turned(dtype(), {2, kHeads, qk});
     copy(k, turned);
     rope(ctx(), {turned.view().slice(2, 0, 16), angles});
-    for (std::int64_t t = 0; t < 2; ++t) {
-      const std::int64_t slot = slots[static_cast<std::size_t>(t)];
-      const auto check = [&](const TensorView& heads, const KvFormat& format,
-                             const PagedKvCache& cache) {
-        std::vector<float> values;
-        for (double x : to_doubles(heads)) values.push_back(static_cast<float>(x));
-        std::vector<std::byte> expected(static_cast<std::size_t>(format.row_bytes()));
-        encode_row(format, values, expected);
-        EXPECT_EQ(0, std::memcmp(cache.slot(slot), expected.data(), expected.size()));
-      };
-      check(turned.view().select(0, t), k_format, k_cache);
-      check(v.view().select(0, t), v_format, v_cache);
+    for (const std::string_view name : kv_format_names()) {
+      if (name == "fp8_ds_mla") continue;
+      SCOPED_TRACE(::testing::Message() << name << ", " << qk << " channels");
+      const KvCacheLayout layout{.num_blocks = 1, .block_size = 2};
+      const PagedKvCache k_cache =
+          PagedKvCache::allocate(heads_format(name, kHeads, qk, 0.01f), layout);
+      const PagedKvCache v_cache =
+          PagedKvCache::allocate(heads_format(name, kHeads, v_width, 0.02f), layout);
+      gqa_append(ctx(), {k, v, slot_mapping, &k_cache, &v_cache, angles});
+      for (std::int64_t t = 0; t < 2; ++t) {
+        const std::int64_t slot = slots[static_cast<std::size_t>(t)];
+        expect_encoded(k_cache, slot, turned.view().select(0, t));
+        expect_encoded(v_cache, slot, v.view().select(0, t));
+      }
     }
   }
 }
