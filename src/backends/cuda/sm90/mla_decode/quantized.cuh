@@ -15,38 +15,47 @@ namespace fovea::cuda::mla {
 /// copies, all others in pieces of 8 bytes from all lanes of the loading warps.
 template <typename Format>
 __device__ void load_quantized(const KernelParams& k, const Job& job, std::int32_t request,
-                               QuantizedMemory<Format>& s,
-                               std::uint32_t& place) {
+                               QuantizedMemory<Format>& s, Places& place) {
   using Memory = QuantizedMemory<Format>;
   constexpr int kPieces = Format::kRowBytes / 8;
   const int thread = threadIdx.x % 128;
   const int lane = thread % 32;
   const std::int32_t box_rows = k.box_rows;
-  const auto block_size = static_cast<std::uint32_t>(k.op.block_size);
   const std::int32_t* blocks = k.op.block_table + request * k.op.block_table_stride;
   const auto* cache = static_cast<const std::uint8_t*>(k.op.cache);
   const auto row_of = [&](std::int32_t key) {
     const auto at = static_cast<std::uint32_t>(key);
-    return cache + __ldg(blocks + at / block_size) * k.op.cache_block_stride +
-           static_cast<std::int64_t>(at % block_size) * k.op.cache_row_stride;
+    return cache + __ldg(blocks + k.block_size.quotient(at)) * k.op.cache_block_stride +
+           std::int64_t{k.block_size.remainder(at)} * k.op.cache_row_stride;
   };
-  for (std::int32_t tile = job.tile_begin; tile < job.tile_end; ++tile, ++place) {
+  const std::int32_t whole_steps = job.tile_begin + Steps<Memory::kStepTiles>(job).singles;
+  for (std::int32_t tile = job.tile_begin; tile < job.tile_end; ++tile, ++place.tiles) {
     const std::int32_t first = tile * kKeyTile;
     const std::int32_t keys = min(kKeyTile, job.seq_len - first);
-    const std::uint32_t slot = place % Memory::kSlots;
-    const std::uint32_t full = ptx::shared_address(&s.full[place % Memory::kArrivals]);
+    const std::uint32_t slot = place.tiles % Memory::kSlots;
+    const std::uint32_t full = ptx::shared_address(&s.full[place.steps % Memory::kArrivals]);
+    // The barrier of a step counts as many tiles as a step may have.
+    const bool single = tile < whole_steps;
+    const int arrivals = single ? Memory::kStepTiles : 1;
+    if (single || (tile - whole_steps) % Memory::kStepTiles == Memory::kStepTiles - 1) {
+      ++place.steps;
+    }
     const std::uint32_t to = ptx::shared_address(s.ring[slot]);
     const auto wait_for_slot = [&] {
       ptx::wait_for_previous_kernel();
-      ptx::mbarrier_wait(ptx::shared_address(&s.empty[slot]), (place / Memory::kSlots & 1) ^ 1);
+      ptx::mbarrier_wait(ptx::shared_address(&s.empty[slot]),
+                         (place.tiles / Memory::kSlots & 1) ^ 1);
     };
     if (k.bulk_rows) {
       // Asked for before the slot is free, so that the table's answer is here by then.
-      const int boxes = (keys + box_rows - 1) / box_rows;
+      const int boxes = (keys + box_rows - 1) >> (__ffs(box_rows) - 1);
       const std::uint8_t* row = lane < boxes ? row_of(first + lane * box_rows) : nullptr;
       wait_for_slot();
       const std::uint32_t box_bytes = box_rows * Format::kRowBytes;
-      if (lane == 0) ptx::mbarrier_arrive_expect(full, boxes * box_bytes);
+      if (lane == 0) {
+        for (int i = 1; i < arrivals; ++i) ptx::mbarrier_arrive(full);
+        ptx::mbarrier_arrive_expect(full, boxes * box_bytes);
+      }
       __syncwarp();
       const auto policy = ptx::make_l2_policy(k.geometry.row_tiles_per_group == 1
                                                   ? ptx::L2Policy::evict_first
@@ -63,6 +72,7 @@ __device__ void load_quantized(const KernelParams& k, const Job& job, std::int32
         const std::int32_t key = i / kPieces, piece = i % kPieces;
         ptx::copy_8_bytes(to + i * 8, row_of(first + key) + piece * 8);
       }
+      for (int i = 1; i < arrivals; ++i) ptx::mbarrier_arrive(full);
       ptx::arrive_after_copies(full);
     }
   }
@@ -74,20 +84,22 @@ __device__ __forceinline__ void compute(const KernelParams& k, QuantizedMemory<F
   const Job& job = s.handover.job;
   auto& walk = *reinterpret_cast<JobWalk*>(s.walk);
   using Memory = QuantizedMemory<Format>;
-  ptx::wait_for_previous_kernel();
   for (;;) {
     ptx::named_barrier(kComputeBarrier, kComputeThreads);  // The job before is done with.
-    if (threadIdx.x == 0) {
-      s.tiles_before += job.tile_end - job.tile_begin;
+    if (kept(threadIdx.x) == 0) {  // A condition that is not to be kept through products.
+      s.before.add(s.steps);
       s.has_job = walk.next(s.handover.job);
       if (s.has_job) {
         s.handover.begin(job, walk);
+        ptx::wait_for_previous_kernel();
         announce(k, s.handover);
+        s.steps = Steps<Memory::kStepTiles>(job);
         s.set_visible(visible_keys(k, job));
       }
     }
     ptx::named_barrier(kComputeBarrier, kComputeThreads);
     if (!s.has_job) return;
+    ptx::wait_for_previous_kernel();
     load_query_scaled<Format>(k, job, s);
     ptx::named_barrier(kComputeBarrier, kComputeThreads);
 
@@ -100,28 +112,37 @@ __device__ __forceinline__ void compute(const KernelParams& k, QuantizedMemory<F
     const TeamPlace at;
     TeamScores<Format> scores(k, at, s);
     const TeamValues<Format> values(at);
-    const std::uint32_t begin = s.tiles_before;
-    const std::uint32_t end = begin + (job.tile_end - job.tile_begin);
-    // The team's own places, whatever the jobs.
-    for (std::uint32_t place = begin + (at.team + kTeams - begin % kTeams) % kTeams; place < end;
-         place += kTeams) {
-      const std::uint32_t slot = place % Memory::kSlots;
-      const int turn = place / kTeams % 2;
-      std::uint8_t* raw = s.ring[slot];
-      std::uint8_t* p = s.p[at.team][turn];
-      __half* ratio = s.ratio[at.team][turn];
+    // The team's own steps, whatever the jobs.
+    for (std::int32_t step = (at.team + kTeams - s.before.steps % kTeams) % kTeams;
+         step < s.steps.count; step += kTeams) {
+      const std::uint32_t turn = s.before.steps + step;
       typename TeamScores<Format>::Queries queries;
 #pragma unroll
       for (int n = 0; n < scores.kAhead; ++n) scores.load_queries(n, queries[n]);
-      ptx::mbarrier_wait(ptx::shared_address(&s.full[place % Memory::kArrivals]),
-                         place / Memory::kArrivals % 2);
-      const std::int32_t tile = job.tile_begin + static_cast<std::int32_t>(place - begin);
-      if (scores.tile(raw, queries, tile, p, ratio)) {
+      const std::int32_t first = s.steps.first_tile(step);
+      const int tiles = s.steps.tiles_of(step);
+      const std::uint32_t slot = (s.before.tiles + first) % Memory::kSlots;
+      std::uint8_t* raw[Memory::kStepTiles];
+#pragma unroll
+      for (int t = 0; t < Memory::kStepTiles; ++t) {
+        raw[t] = t < tiles ? s.ring[(slot + t) % Memory::kSlots] : raw[0];
+      }
+      ptx::mbarrier_wait(ptx::shared_address(&s.full[turn % Memory::kArrivals]),
+                         turn / Memory::kArrivals % 2);
+      auto& p = s.p[at.team][turn / kTeams % 2];
+      auto& ratios = s.ratio[at.team][turn / kTeams % 2];
+      if (scores.step(raw, tiles, queries, job.tile_begin + first, p, ratios)) {
         scale_outputs(s.factor[at.team], at.c, out);
       }
-      values.add(raw, p, ratio, out);
-      __syncwarp();
-      if (at.lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&s.empty[slot]));
+#pragma unroll
+      for (int t = 0; t < Memory::kStepTiles; ++t) {
+        if (t > 0 && t >= tiles) break;
+        values.add(raw[t], p[t], ratios[t], out);
+        __syncwarp();
+        if (at.lane == 0) {
+          ptx::mbarrier_arrive(ptx::shared_address(&s.empty[(slot + t) % Memory::kSlots]));
+        }
+      }
     }
     scores.publish();
     OutputFragment<kQuantizedRows> merged;
@@ -143,7 +164,8 @@ __global__ void __launch_bounds__(kQuantizedThreads, 1)
   if (threadIdx.x == 0) {
 #pragma unroll 1
     for (int i = 0; i < Memory::kArrivals; ++i) {
-      ptx::mbarrier_init(ptx::shared_address(&s.full[i]), k.bulk_rows ? 1 : 128);
+      ptx::mbarrier_init(ptx::shared_address(&s.full[i]),
+                         Memory::kStepTiles * (k.bulk_rows ? 1 : 128));
     }
 #pragma unroll 1
     for (int i = 0; i < Memory::kSlots; ++i) {
@@ -151,7 +173,8 @@ __global__ void __launch_bounds__(kQuantizedThreads, 1)
     }
     s.handover.init(kTeamThreads);
     ptx::mbarrier_init_fence();
-    s.tiles_before = 0;
+    s.before = {};
+    s.steps = {};
     s.handover.job.tile_begin = s.handover.job.tile_end = 0;
     new (s.walk) JobWalk(k, kQuantizedRows);
   }
@@ -168,14 +191,11 @@ __global__ void __launch_bounds__(kQuantizedThreads, 1)
       ptx::let_next_kernel_start();
       clear_unused_rows(k.op, blockIdx.x, gridDim.x);
     }
+    if (loader > 0 && k.bulk_rows) return;
     JobWalk walk(k, kQuantizedRows);
     Job job;
-    std::uint32_t place = 0;
-    while (walk.next(job)) {
-      if (loader == 0 || !k.bulk_rows) {
-        load_quantized<Format>(k, job, walk.request(), s, place);
-      }
-    }
+    Places place;
+    while (walk.next(job)) load_quantized<Format>(k, job, walk.request(), s, place);
   }
 }
 

@@ -27,41 +27,75 @@ constexpr int kTeamBarrier = 4;
 /// A row of queries: 9 chunks of 64 channels, and 16 bytes so that 8 rows' pieces meet no bank.
 constexpr int kQueryStride = kChunks * 128 + 16;
 
+/// How teams take the tiles of a job, in turn: kTiles in a step, but a single one in each of the
+/// first few where teams would have unequal shares otherwise.
+template <int kTiles>
+struct Steps {
+  std::int32_t tiles = 0, singles = 0, count = 0;
+
+  Steps() = default;
+  __device__ explicit Steps(const Job& job) : tiles(job.tile_end - job.tile_begin) {
+    static_assert(kTiles <= 2);
+    const std::int32_t rest = tiles % (kTiles * kTeams);
+    singles = kTiles == 1 ? 0 : min(rest, kTiles * kTeams - rest);
+    count = singles + (tiles - singles) / kTiles;
+  }
+  __device__ std::int32_t first_tile(std::int32_t step) const {
+    return step < singles ? step : singles + (step - singles) * kTiles;
+  }
+  __device__ int tiles_of(std::int32_t step) const { return step < singles ? 1 : kTiles; }
+};
+
+/// Tiles and steps so far: places in the ring, and turns of the teams.
+struct Places {
+  std::uint32_t tiles = 0, steps = 0;
+
+  template <int kTiles>
+  __device__ void add(const Steps<kTiles>& of_job) {
+    tiles += of_job.tiles;
+    steps += of_job.count;
+  }
+};
+
 template <typename Format>
 struct QuantizedMemory {
   static constexpr int kTileBytes = kKeyTile * Format::kRowBytes;
   static constexpr int kProbabilityBytes = kQuantizedRows * 128;
+  static constexpr int kStepTiles = Format::kStepTiles;
   /// Scales of groups of channels, where a key has several.
   static constexpr int kRatios = Format::kGroups == 1 ? 1 : Format::kGroups * kKeyTile;
   /// As many tiles as fit in 227 KB beside the rest, 9 at most.
   static constexpr int kRest = kQuantizedRows * kQueryStride +
-                               2 * kTeams * (kProbabilityBytes + 2 * kRatios) + 4096;
+                               2 * kTeams * kStepTiles * (kProbabilityBytes + 2 * kRatios) + 4096;
   static constexpr int kFit = (227 * 1024 - kRest) / kTileBytes;
   static constexpr int kSlots = kFit < 9 ? kFit : 9;
-  /// A team meets every phase of its barriers: one before last would look like the next one.
-  static constexpr int kArrivals = kSlots % kTeams == 0 ? kSlots : kSlots * kTeams;
+  /// Barriers of steps, of which the ring may have as many as tiles. A team meets every phase of
+  /// its barriers: one before last would look like the next one.
+  static constexpr int kArrivals = (kSlots + kTeams - 1) / kTeams * kTeams;
 
-  /// P^T [16 rows][64 keys], f16, in the 128-byte swizzle. Two of each team in turn.
-  std::uint8_t p[kTeams][2][kProbabilityBytes];
+  /// P^T [16 rows][64 keys], f16, in the 128-byte swizzle. Two steps of each team in turn.
+  std::uint8_t p[kTeams][2][kStepTiles][kProbabilityBytes];
   /// f16, channels in the format's positions. At the end of a job outputs pass through it.
   std::uint8_t q[kQuantizedRows * kQueryStride];
   alignas(16) std::uint8_t ring[kSlots][kTileBytes];
-  __half ratio[kTeams][2][kRatios];  ///< [group of channels][64 keys]; see key_weight.
+  __half ratio[kTeams][2][kStepTiles][kRatios];  ///< [group of channels][64 keys]; see key_weight.
   alignas(16) float warp_max[kTeams][4][kQuantizedRows];
   float team_sum[kTeams][4][kQuantizedRows];
   float team_offset[kTeams][4][kQuantizedRows];  ///< Of outputs, where codes have offsets.
   float team_max[kTeams][kQuantizedRows];
   float factor[kTeams][kQuantizedRows];  ///< What a team's outputs are multiplied by.
   float output_offset[kTeams][kQuantizedRows];  ///< What is taken off them then.
-  float offset[2][kQuantizedRows];       ///< Of scores: of latent and rope channels, to be scaled.
+  /// Of scores, of latent and rope channels, to be scaled: of each pair of rows, twice.
+  alignas(16) float offset[2][kQuantizedRows / 2][4];
   float score_scale[kQuantizedRows];     ///< From products with the scaled query row to log2 units.
-  std::uint64_t full[kArrivals];  ///< By the tile's place, modulo.
+  std::uint64_t full[kArrivals];  ///< By the step's turn, modulo.
   std::uint64_t empty[kSlots];
   alignas(8) std::uint8_t walk[sizeof(JobWalk)];
   VisibleKeys visible;
   std::int32_t first_common, num_common;  ///< Tiles of keys that all rows see.
   std::int32_t has_job;
-  std::uint32_t tiles_before;  ///< Of the jobs before: places in the ring.
+  Steps<kStepTiles> steps;  ///< Of the job.
+  Places before;            ///< Those of the jobs before.
   std::uint8_t query_of_row[kQuantizedRows];
   Handover<kQuantizedRows> handover;
 
@@ -78,7 +112,7 @@ __device__ __forceinline__ int kept(int value) {
   return value;
 }
 
-/// A thread's place. A warp of a team takes 16 keys of a tile for S and 128 channels for O.
+/// A thread's place. A warp of a team takes 16 keys of each tile for S and 128 channels for O.
 struct TeamPlace {
   const int lane = threadIdx.x % 32;
   const int g = lane / 4;

@@ -88,7 +88,7 @@ struct TeamValues {
         std::uint32_t word[4][2];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int to_key = step * 16 + i / 2 * Format::kHighKey +
+          const int to_key = Format::first_key(step) + i / 2 * Format::kHighKey +
                              (kBases == 1 ? i % 2 * Format::kNextKey : 0);
           load_words<8>(raw + words[i % kBases] + (to_key * Format::kRowBytes + load * 64),
                         word[i]);

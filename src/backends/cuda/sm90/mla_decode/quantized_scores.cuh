@@ -13,27 +13,35 @@ __device__ void load_query_scaled(const KernelParams& k, const Job& job,
                                   QuantizedMemory<Format>& s) {
   const int lane = threadIdx.x % 32;
   const MlaDecodeParams& op = k.op;
-  const auto heads = static_cast<std::uint32_t>(op.num_heads);
   if (threadIdx.x < kQuantizedRows) {
-    const std::uint32_t first = job.first_row, row = threadIdx.x;
-    s.query_of_row[row] = static_cast<std::uint8_t>((first + row) / heads - first / heads);
+    const int row = threadIdx.x;
+    s.query_of_row[row] =
+        static_cast<std::uint8_t>(QueryRow(k, job, row).token - QueryRow(k, job, 0).token);
   }
   const bool bf16 = op.query_type == ElementType::bf16;
-#pragma unroll 1
-  for (int row = threadIdx.x / 32; row < kQuantizedRows; row += kComputeThreads / 32) {
+  // Channels 2 lane and the next of each chunk.
+  const auto load = [&](int row, std::uint32_t(&word)[kChunks]) {
     const bool exists = row < job.num_rows;
-    const std::uint32_t r = job.first_row + (exists ? row : 0);
-    const std::uint32_t token = r / heads, head = r - token * heads;
-    const std::int64_t t = job.query_begin + static_cast<std::int64_t>(token);
+    const QueryRow r(k, job, exists ? row : 0);
+    const std::int64_t t = job.query_begin + std::int64_t{r.token};
     const auto* latent = static_cast<const std::uint32_t*>(op.q_latent) +
-                         (t * op.q_latent_token_stride + head * op.q_latent_head_stride) / 2;
+                         (t * op.q_latent_token_stride + r.head * op.q_latent_head_stride) / 2;
     const auto* pe = static_cast<const std::uint32_t*>(op.q_pe) +
-                     (t * op.q_pe_token_stride + head * op.q_pe_head_stride) / 2;
-    std::uint32_t word[kChunks];  // Channels 2 lane and the next of each chunk.
+                     (t * op.q_pe_token_stride + r.head * op.q_pe_head_stride) / 2;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       word[chunk] = !exists ? 0 : __ldg(chunk < 8 ? latent + chunk * 32 + lane : pe + lane);
     }
+  };
+  constexpr int kWarps = kComputeThreads / 32;
+  std::uint32_t next[kChunks];
+  load(threadIdx.x / 32, next);
+#pragma unroll 1
+  for (int row = threadIdx.x / 32; row < kQuantizedRows; row += kWarps) {
+    std::uint32_t word[kChunks];
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) word[chunk] = next[chunk];
+    if (row + kWarps < kQuantizedRows) load(row + kWarps, next);
     float2 value[kChunks];
     float largest = 0.f;
 #pragma unroll
@@ -80,18 +88,26 @@ __device__ void load_query_scaled(const KernelParams& k, const Job& job,
           sum[part] += __shfl_xor_sync(~0u, sum[part], step);
         }
         constexpr float kOffset = -Format::kCodeOffset / Format::kUnit;
-        if (lane == 0) s.offset[part][row] = sum[part] * kOffset;
+        if (lane == 0) {
+          s.offset[part][row / 2][row % 2] = s.offset[part][row / 2][2 + row % 2] =
+              sum[part] * kOffset;
+        }
       }
     }
   }
 }
 
-/// A team's scores and softmax of one job, as one thread keeps them: of two keys of its warp's 16,
-/// at places g and g + 8, and of query rows 2 c, 2 c + 1, 8 + 2 c and 9 + 2 c, [block of 8][2].
+/// A team's scores and softmax of one job, as one thread keeps them: of two keys of its warp's 16
+/// of each tile of a step, at places g and g + 8, and of query rows 2 c, 2 c + 1, 8 + 2 c and
+/// 9 + 2 c, [block of 8][2].
 /// Maxima are of the team; the sums are over the thread's keys.
 template <typename Format>
 struct TeamScores {
   using Memory = QuantizedMemory<Format>;
+  static constexpr int kTiles = Memory::kStepTiles;
+  using Tiles = std::uint8_t* [kTiles];
+  using Probabilities = std::uint8_t[Memory::kProbabilityBytes];
+  using Ratios = __half[Memory::kRatios];
   using Scores = float[2][4];   ///< [block of rows][2 * key + row]
   using Columns = float[2][2];  ///< Of each query row.
   static constexpr float kNothing = -1e30f;  ///< A reference maximum before the first visible key.
@@ -101,7 +117,7 @@ struct TeamScores {
   const TeamPlace& at;
   /// The thread's first key, the second being kHighKey further on, and where the first and its
   /// latent channels lie in a tile.
-  const int key0 = at.warp * 16 + Format::key(at.g / 2, at.g % 2);
+  const int key0 = Format::first_key(at.warp) + Format::key(at.g / 2, at.g % 2);
   const int row = kept(key0 * Format::kRowBytes);
   const int latent = kept(row + Format::latent_byte(at.c));
   /// Of queries; lane l addresses row l % 8 of matrix l / 8 (row block, half of a k16 step).
@@ -119,7 +135,7 @@ struct TeamScores {
       : k(k), s(s), at(at) {}
 
   /// Queries' operands on their way: those of kAhead k16 steps.
-  static constexpr int kAhead = Format::kGroups == 1 ? 3 : 2;
+  static constexpr int kAhead = Format::kGroups == 1 && kTiles == 1 ? 3 : 2;
   using Queries = std::uint32_t[kAhead][4];
   static constexpr int kRopeSteps = kRope / 16;
   static constexpr int kSteps = kRopeSteps + kLatent / 16;
@@ -130,79 +146,145 @@ struct TeamScores {
                                                   : (step - kRopeSteps) * 32));
   }
 
-  /// S^T of the warp's keys [16] and all rows [16], with the keys' scales. The first queries are on
-  /// their way.
-  __device__ __forceinline__ void scores(const std::uint8_t* raw, Queries& queries,
-                                         Scores& score) const {
+  /// S^T of the warp's keys [16] of each tile and all rows [16], with the keys' scales. The first
+  /// queries are on their way.
+  __device__ __forceinline__ void scores(const Tiles& raw, Queries& queries,
+                                         Scores (&score)[kTiles]) const {
     constexpr int kChunks = kLatent / 64;
     constexpr int kChunksOfScale = kChunks / Format::kGroups;
+    constexpr int kRopePartSteps = kRopeSteps / Format::kRopeParts;
     constexpr int kToSecond = Format::kHighKey * Format::kRowBytes;
-    std::uint32_t word[2][2][Format::kChunkWords];  // Of a chunk and the next.
+    std::uint32_t word[2][kTiles][2][Format::kChunkWords];  // Of a chunk and the next.
     const auto load_chunk = [&](int n, int place) {
-      Format::load_latent(raw + latent, n, word[place % 2][0]);
-      Format::load_latent(raw + latent + kToSecond, n, word[place % 2][1]);
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        Format::load_latent(raw[t] + latent, n, word[place % 2][t][0]);
+        Format::load_latent(raw[t] + latent + kToSecond, n, word[place % 2][t][1]);
+      }
     };
-    const auto add_products = [&]<typename T>(T, int step, int place, const std::uint32_t(&a)[4],
-                                              Scores& sum) {
+    const auto add_products = [&]<typename T>(T, int step, int place,
+                                              const std::uint32_t(&a)[kTiles][4],
+                                              Scores(&sum)[kTiles]) {
       std::uint32_t(&b)[4] = queries[place % kAhead];
-      ptx::mma<T>(sum[0], a, b[0], b[1]);
-      ptx::mma<T>(sum[1], a, b[2], b[3]);
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        ptx::mma<T>(sum[t][0], a[t], b[0], b[1]);
+        ptx::mma<T>(sum[t][1], a[t], b[2], b[3]);
+      }
       if (step + kAhead < kSteps) load_queries(step + kAhead, b);
     };
 
+    begin_sums(1, score);
+    std::uint32_t rope_word[Format::kRopeParts][kTiles][2][Format::kRopeWords];
+    const auto load_rope = [&](int part) {
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) score[j][e] = 0.f;
-    }
-    std::uint32_t rope_word[2][2][Format::kRopeWords];  // Of both halves.
-    const auto load_rope = [&](int half) {
-      const std::uint8_t* from = raw + row + Format::rope_byte(half, at.c);
-      Format::load_rope(from, rope_word[half][0]);
-      Format::load_rope(from + kToSecond, rope_word[half][1]);
+      for (int t = 0; t < kTiles; ++t) {
+        const std::uint8_t* from = raw[t] + row + Format::rope_byte(part, at.c);
+        Format::load_rope(from, rope_word[part][t][0]);
+        Format::load_rope(from + kToSecond, rope_word[part][t][1]);
+      }
     };
     load_rope(0);
 #pragma unroll
     for (int step = 0; step < kRopeSteps; ++step) {
-      if (step == 0) load_rope(1);
+      if (step == 0 && Format::kRopeParts > 1) load_rope(1);
       if (step == 2) load_chunk(0, 0);
-      std::uint32_t a[4];
-      Format::rope_operand(rope_word[step / 2], step % 2, a);
+      std::uint32_t a[kTiles][4];
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        Format::rope_operand(rope_word[step / kRopePartSteps][t], step % kRopePartSteps, a[t]);
+      }
       using Rope = std::conditional_t<Format::kBf16Rope, __nv_bfloat16, __half>;
       add_products(Rope{}, step, step, a, score);
     }
-    if constexpr (Format::kKeyScales && !Format::kBf16Rope) {
-      const float scale0 = Format::rope_scale(row0(raw)), scale1 = Format::rope_scale(row1(raw));
+    if constexpr (kOneScale) {
+      // Sums go on in units of the latent channels.
+      Scores latent[kTiles];
+      begin_sums(0, latent);
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) score[j][e] *= e < 2 ? scale0 : scale1;
-      }
-    }
-#pragma unroll 1  // Several groups at once would take too many registers.
-    for (int n = 0; n < kChunks; n += kChunksOfScale) {
-      Scores part = {};
-#pragma unroll
-      for (int i = 0; i < kChunksOfScale; ++i) {
-#pragma unroll
-        for (int step = 0; step < 4; ++step) {
-          std::uint32_t a[4];
-          Format::score_operand(word[i % 2], step, a);
-          if (step == 1 && n + i + 1 < kChunks) load_chunk(n + i + 1, i + 1);
-          add_products(__half{}, kRopeSteps + 4 * (n + i) + step, kRopeSteps + 4 * i + step, a,
-                       Format::kKeyScales ? part : score);
-        }
-      }
-      if constexpr (Format::kKeyScales) {
-        const float scale0 = Format::latent_scale(row0(raw), n / kChunksOfScale);
-        const float scale1 = Format::latent_scale(row1(raw), n / kChunksOfScale);
+      for (int t = 0; t < kTiles; ++t) {
+        const float ratio0 = units_of_latent(row0(raw[t])), ratio1 = units_of_latent(row1(raw[t]));
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            score[j][e] = fmaf(part[j][e], e < 2 ? scale0 : scale1, score[j][e]);
+            score[t][j][e] = fmaf(score[t][j][e], e < 2 ? ratio0 : ratio1, latent[t][j][e]);
           }
         }
+      }
+    }
+#pragma unroll 1  // Several groups at once would take too many registers.
+    for (int n = 0; n < kChunks; n += kChunksOfScale) {
+      Scores part[kTiles] = {};
+#pragma unroll
+      for (int i = 0; i < kChunksOfScale; ++i) {
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+          std::uint32_t a[kTiles][4];
+#pragma unroll
+          for (int t = 0; t < kTiles; ++t) Format::score_operand(word[i % 2][t], step, a[t]);
+          if (step == 1 && n + i + 1 < kChunks) load_chunk(n + i + 1, i + 1);
+          add_products(__half{}, kRopeSteps + 4 * (n + i) + step, kRopeSteps + 4 * i + step, a,
+                       Format::kGroups > 1 ? part : score);
+        }
+      }
+      if constexpr (Format::kGroups > 1) {
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          add_scaled(part[t], raw[t], n / kChunksOfScale, score[t]);
+        }
+      }
+    }
+    if constexpr (kOneScale) {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        const float scale0 = latent_scale(row0(raw[t])), scale1 = latent_scale(row1(raw[t]));
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) score[t][j][e] *= e < 2 ? scale0 : scale1;
+        }
+      }
+    }
+  }
+  /// Adds sums over a group of channels, with their scales.
+  __device__ __forceinline__ void add_scaled(const Scores& part, const std::uint8_t* raw, int group,
+                                             Scores& score) const {
+    const float scale0 = Format::latent_scale(row0(raw), group);
+    const float scale1 = Format::latent_scale(row1(raw), group);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        score[j][e] = fmaf(part[j][e], e < 2 ? scale0 : scale1, score[j][e]);
+      }
+    }
+  }
+  /// A key has one scale of latent and one of rope channels.
+  static constexpr bool kOneScale = Format::kKeyScales && !Format::kBf16Rope;
+  /// That of latent channels, large enough to divide by.
+  static __device__ __forceinline__ float latent_scale(const std::uint8_t* row) {
+    const float scale = Format::latent_scale(row, 0);
+    return scale < 0x1p-80f ? 0x1p-80f : scale;  // A NaN stays one.
+  }
+  /// What makes sums over rope channels ones in units of the latent channels.
+  static __device__ __forceinline__ float units_of_latent(const std::uint8_t* row) {
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(latent_scale(row)));
+    return Format::rope_scale(row) * inverse;
+  }
+  /// Sums over latent (0) or rope channels (1) begin with what takes the codes' offset off them.
+  __device__ __forceinline__ void begin_sums(int channels, Scores (&sum)[kTiles]) const {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      float4 first{0.f, 0.f, 0.f, 0.f};
+      if constexpr (Format::kCodeOffset != 0.f) {
+        first = *reinterpret_cast<const float4*>(s.offset[channels][4 * j + at.c]);
+      }
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        sum[t][j][0] = first.x, sum[t][j][1] = first.y;
+        sum[t][j][2] = first.z, sum[t][j][3] = first.w;
       }
     }
   }
@@ -242,7 +324,7 @@ struct TeamScores {
     ptx::fence_async_proxy();  // A later tile comes to the same place.
   }
 
-  __device__ __forceinline__ void mask(Scores& score, std::int32_t first_key) const {
+  __device__ __forceinline__ void mask(Scores& score, std::int32_t first_key, bool shown) const {
     const std::int32_t window = k.op.window_left;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -251,7 +333,9 @@ struct TeamScores {
         const std::int32_t position =
             s.visible.first_position + s.query_of_row[8 * j + 2 * at.c + b];
         const std::int32_t begin = window < 0 ? 0 : position - window;
-        const std::int32_t end = k.op.causal ? position + 1 : s.handover.job.seq_len;
+        const std::int32_t end = !shown        ? 0
+                                 : k.op.causal ? position + 1
+                                               : s.handover.job.seq_len;
         const std::int32_t a = first_key + key0, z = a + Format::kHighKey;
         if (a < begin || a >= end) score[j][b] = -INFINITY;
         if (z < begin || z >= end) score[j][2 + b] = -INFINITY;
@@ -297,34 +381,42 @@ struct TeamScores {
 
   /// P of the thread's keys and rows against the reference maxima, to shared memory, and `rounded`
   /// as it is there. Whether a score is so far above them that they must be raised first.
-  __device__ __forceinline__ bool weigh(const Scores& score, std::uint8_t* to, Scores& p,
-                                        std::uint32_t (&rounded)[4]) const {
+  __device__ __forceinline__ bool weigh(const Scores (&score)[kTiles], Probabilities* to,
+                                        Scores (&p)[kTiles],
+                                        std::uint32_t (&rounded)[kTiles][4]) const {
     float highest = -INFINITY;
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
+    for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float above = score[j][e] - max[j][e % 2];
-        highest = fmaxf(highest, above);
-        p[j][e] = exp2_approx(above);
+      for (int j = 0; j < 2; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float above = score[t][j][e] - max[j][e % 2];
+          highest = fmaxf(highest, above);
+          p[t][j][e] = exp2_approx(above);
+        }
+        rounded[t][2 * j] = pack<__half>(p[t][j][0], p[t][j][1]);
+        rounded[t][2 * j + 1] = pack<__half>(p[t][j][2], p[t][j][3]);
       }
-      rounded[2 * j] = pack<__half>(p[j][0], p[j][1]);
-      rounded[2 * j + 1] = pack<__half>(p[j][2], p[j][3]);
+      ptx::store_matrices_transposed(ptx::shared_address(to[t]) + weights, rounded[t][0],
+                                     rounded[t][1], rounded[t][2], rounded[t][3]);
     }
-    ptx::store_matrices_transposed(ptx::shared_address(to) + weights, rounded[0], rounded[1],
-                                   rounded[2], rounded[3]);
     return highest > kMaxLag;
   }
 
   /// Makes the true maxima the reference where that is far below; the team's outputs so far are to
   /// be multiplied by s.factor.
-  __device__ __forceinline__ void raise_maxima(const Scores& score) {
+  __device__ __forceinline__ void raise_maxima(const Scores (&score)[kTiles]) {
     Columns highest;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
-        highest[j][b] = fmaxf(score[j][b], score[j][2 + b]);
+        highest[j][b] = -INFINITY;
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          highest[j][b] = fmaxf(highest[j][b], fmaxf(score[t][j][b], score[t][j][2 + b]));
+        }
 #pragma unroll
         for (int step = 4; step < 32; step *= 2) {
           highest[j][b] = fmaxf(highest[j][b], __shfl_xor_sync(~0u, highest[j][b], step));
@@ -357,42 +449,43 @@ struct TeamScores {
     }
   }
 
-  /// S, softmax and P, to `to`, of the key tile `tile` in `raw`, with the first queries on their
-  /// way. Afterwards, whether outputs are to be multiplied by s.factor first.
-  __device__ __forceinline__ bool tile(std::uint8_t* raw, Queries& queries, std::int32_t tile,
-                                       std::uint8_t* to, __half* ratios) {
-    Scores score;
+  /// S, softmax and P, to `to`, of the `tiles` key tiles in `raw` from `first_tile` on, with the
+  /// first queries on their way. What `raw` has beyond `tiles` weighs nothing. Afterwards, whether
+  /// outputs are to be multiplied by s.factor first.
+  __device__ __forceinline__ bool step(const Tiles& raw, int tiles, Queries& queries,
+                                       std::int32_t first_tile, Probabilities* to,
+                                       Ratios* ratios) {
+    Scores score[kTiles];
     scores(raw, queries, score);
-    const KeyWeight w0 = key_weight(row0(raw)), w1 = key_weight(row1(raw));
+    KeyWeight w0[kTiles], w1[kTiles];
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const auto columns = [&](const float* of_rows) {
-        return *reinterpret_cast<const float2*>(of_rows + 8 * j + 2 * at.c);
-      };
-      const float2 units = columns(s.score_scale);
+    for (int t = 0; t < kTiles; ++t) {
+      w0[t] = key_weight(row0(raw[t])), w1[t] = key_weight(row1(raw[t]));
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const std::uint8_t* row = e < 2 ? row0(raw) : row1(raw);
-        if constexpr (Format::kCodeOffset != 0.f) {
-          const float2 latent = columns(s.offset[0]), rope = columns(s.offset[1]);
-          score[j][e] = fmaf(e % 2 == 0 ? latent.x : latent.y, Format::latent_scale(row, 0),
-                             score[j][e]);
-          score[j][e] = fmaf(e % 2 == 0 ? rope.x : rope.y, Format::rope_scale(row), score[j][e]);
+      for (int j = 0; j < 2; ++j) {
+        const float2 units = *reinterpret_cast<const float2*>(s.score_scale + 8 * j + 2 * at.c);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          score[t][j][e] = fmaf(score[t][j][e], e % 2 == 0 ? units.x : units.y,
+                                e < 2 ? w0[t].log : w1[t].log);
         }
-        score[j][e] =
-            fmaf(score[j][e], e % 2 == 0 ? units.x : units.y, e < 2 ? w0.log : w1.log);
+      }
+      const std::int32_t tile = first_tile + t;
+      const auto common = static_cast<std::uint32_t>(tile - s.first_common);
+      const bool shown = t == 0 || t < tiles;
+      const bool all_visible = shown && common < static_cast<std::uint32_t>(s.num_common);
+      if constexpr (Format::kGroups > 1) {
+        store_ratios(raw[t], w0[t], w1[t], all_visible, ratios[t]);
+      }
+      if (!all_visible) {
+        if constexpr (Format::kMayBeNan) {
+          if (shown) clean_keys(raw[t], tile * kKeyTile);
+        }
+        mask(score[t], tile * kKeyTile, shown);
       }
     }
-    const auto common = static_cast<std::uint32_t>(tile - s.first_common);
-    const bool all_visible = common < static_cast<std::uint32_t>(s.num_common);
-    if constexpr (Format::kGroups > 1) store_ratios(raw, w0, w1, all_visible, ratios);
-    if (!all_visible) {
-      const std::int32_t first_key = tile * kKeyTile;
-      if constexpr (Format::kMayBeNan) clean_keys(raw, first_key);
-      mask(score, first_key);
-    }
-    Scores p;
-    std::uint32_t rounded[4];
+    Scores p[kTiles];
+    std::uint32_t rounded[kTiles][4];
     const bool far = weigh(score, to, p, rounded);
     const bool raised = ptx::named_barrier_any(kTeamBarrier + at.team, kTeamThreads, far);
     if (raised) {
@@ -401,16 +494,23 @@ struct TeamScores {
       team_barrier();
     }
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
+    for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
-      for (int b = 0; b < 2; ++b) sum[j][b] += p[j][b] * w0.inverse + p[j][2 + b] * w1.inverse;
-      if constexpr (Format::kLowOffset != 0.f) {
-        const float2 low = __half22float2(reinterpret_cast<const __half2&>(rounded[2 * j]));
-        const float2 high = __half22float2(reinterpret_cast<const __half2&>(rounded[2 * j + 1]));
-        offset[j][0] +=
-            fmaf(low.x, Format::kLowOffset, high.x * Format::kHighOffset);
-        offset[j][1] +=
-            fmaf(low.y, Format::kLowOffset, high.y * Format::kHighOffset);
+      for (int j = 0; j < 2; ++j) {
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+          sum[j][b] = fmaf(p[t][j][b], w0[t].inverse, sum[j][b]);
+          sum[j][b] = fmaf(p[t][j][2 + b], w1[t].inverse, sum[j][b]);
+        }
+        if constexpr (Format::kLowOffset != 0.f) {
+          const auto add = [&](std::uint32_t of_key, float codes_offset) {
+            const float2 weight = __half22float2(reinterpret_cast<const __half2&>(of_key));
+            offset[j][0] = fmaf(weight.x, codes_offset, offset[j][0]);
+            offset[j][1] = fmaf(weight.y, codes_offset, offset[j][1]);
+          };
+          add(rounded[t][2 * j], Format::kLowOffset);
+          add(rounded[t][2 * j + 1], Format::kHighOffset);
+        }
       }
     }
     return raised;

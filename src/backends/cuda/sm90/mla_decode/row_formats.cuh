@@ -1,9 +1,10 @@
 // Quantised cache rows: where codes and scales lie, and how codes become f16 fragments of the
 // tensor cores' A operand. All codes are exact in f16.
 //
-// A warp takes 16 keys of a tile at a time. Which key stands at which place of an operand, and
-// which channels a lane reads, is free as long as queries, P and outputs agree; the orders here
-// make every access to raw rows free of bank conflicts, but for the values of Fp8E4m3.
+// A product takes 16 keys of a tile at a time, those of a k16 step of O. Which key stands at which
+// place of an operand, and which channels a lane reads, is free as long as queries, P and outputs
+// agree; the orders here make every access to raw rows free of bank conflicts, but for the values
+// of Fp8E4m3.
 //
 // Integer codes keep their bits and become subnormal f16, 2^-24 times an unsigned number: one
 // instruction for two of them. That number is the code and an offset, which is taken off the sums.
@@ -92,6 +93,10 @@ struct E4m3Codes {
 /// Latents of one byte a channel. Rows begin at multiples of kAlign bytes.
 template <typename Codes, int kAlign>
 struct ByteLatents {
+  /// Key tiles that a team takes at a time. The ring has no room for two of these for each team.
+  static constexpr int kStepTiles = 1;
+  /// The first key of a tile's k16 step of O, which is of a warp for S.
+  static __device__ int first_key(int step) { return step * 16; }
   static constexpr float kUnit = Codes::kUnit;
   static constexpr float kCodeOffset = Codes::kCodeOffset;
   static constexpr float kLowOffset = Codes::kLowOffset, kHighOffset = Codes::kHighOffset;
@@ -142,7 +147,8 @@ struct ByteLatents {
 /// Rope channels of one byte each, behind the latents.
 template <typename Codes, int kAlign>
 struct ByteRows : ByteLatents<Codes, kAlign> {
-  static constexpr int kRopeWords = 2;  ///< A lane reads 8 channels of each half of 32.
+  /// A lane reads 8 rope channels of each half of 32.
+  static constexpr int kRopeParts = 2, kRopeWords = 2;
   static constexpr bool kBf16Rope = false;
 
   static __device__ int rope_position(int x) {
@@ -163,7 +169,7 @@ struct Int8PerToken : ByteRows<Int8Codes, 8> {
   static constexpr bool kMayBeNan = false;  ///< Codes; scales always may.
   static constexpr bool kKeyScales = true;
   static constexpr int kGroups = 1;
-  /// The keys, of a warp's 16, at places 2 c + e and, kHighKey further on, 2 c + e + 8.
+  /// The keys, of a step's 16, at places 2 c + e and, kHighKey further on, 2 c + e + 8.
   /// From e = 0 to 1 it is kNextKey, 0 if that depends on c.
   /// Rows are 18 banks apart, modulo 32.
   static constexpr int kHighKey = 2;
@@ -202,7 +208,7 @@ struct Fp8DsMla : ByteLatents<E4m3Codes, 16> {
   }
   static __device__ float rope_scale(const std::uint8_t*) { return 1.f; }
 
-  static constexpr int kRopeWords = 4;  ///< As ByteRows, two bytes a channel.
+  static constexpr int kRopeParts = 2, kRopeWords = 4;  ///< As ByteRows, two bytes a channel.
   static constexpr bool kBf16Rope = true;
   static __device__ int rope_position(int x) {
     const int half = x / 32, c = x % 32 / 8, e = x % 8;
@@ -220,14 +226,18 @@ struct Fp8DsMla : ByteLatents<E4m3Codes, 16> {
 };
 
 struct Int4PerToken {
+  static constexpr int kStepTiles = 2;
   static constexpr int kRowBytes = 296;
   static constexpr bool kMayBeNan = false;
   static constexpr bool kKeyScales = true;
   static constexpr int kGroups = 1;
-  /// Rows are 10 banks apart, modulo 32.
+  /// Rows are 10 banks apart, modulo 32: every fourth one begins 8 banks further on. Lanes read 8
+  /// bytes, half a warp at a time, of the four keys at places 0 to 3 or 4 to 7 (scores), or at the
+  /// even or the odd ones (values).
   static constexpr int kHighKey = 1;
-  static constexpr int kNextKey = 2;
-  static __device__ int key(int c, int e) { return c * 4 + e * 2; }
+  static constexpr int kNextKey = 0;
+  static __device__ int first_key(int step) { return step / 2 * 32 + step % 2 * 2; }
+  static __device__ int key(int c, int e) { return 4 * ((2 * c + e) ^ c / 2); }
   static __device__ float latent_scale(const std::uint8_t* row, int) {
     return *reinterpret_cast<const float*>(row + 288);
   }
@@ -235,9 +245,9 @@ struct Int4PerToken {
     return *reinterpret_cast<const float*>(row + 292);
   }
 
-  /// A lane reads 8 channels of each half of a chunk of a key.
+  /// A lane reads 16 channels side by side of each chunk of a key, the rope channels being one.
   static constexpr int kChunkWords = 2;
-  static constexpr int kRopeWords = 1;
+  static constexpr int kRopeParts = 1, kRopeWords = 2;
   static constexpr bool kBf16Rope = false;
   static constexpr int kTilesPerWord = 4;
 
@@ -254,19 +264,18 @@ struct Int4PerToken {
                       : masked_xor(bytes, 0x00f000f0, is_high ? 0x80708070 : 0x00800080);
   }
   static __device__ int latent_position(int x) {
-    const int half = x / 32, c = x % 32 / 8, n = x % 8;
-    return half * 32 + n % 4 / 2 * 16 + n % 2 * 8 + 2 * c + n / 4;
+    const int c = x / 16, word = x % 16 / 8, n = x % 8;
+    return word * 32 + n % 4 / 2 * 16 + n % 2 * 8 + 2 * c + n / 4;
   }
   static __device__ int rope_position(int x) { return latent_position(x); }
-  static __device__ int latent_byte(int c) { return c * 4; }
-  static __device__ int rope_byte(int half, int c) { return 256 + half * 16 + c * 4; }
+  static __device__ int latent_byte(int c) { return c * 8; }
+  static __device__ int rope_byte(int, int c) { return 256 + c * 8; }
   static __device__ void load_latent(const std::uint8_t* from, int chunk,
                                      std::uint32_t (&word)[kChunkWords]) {
-    word[0] = *reinterpret_cast<const std::uint32_t*>(from + chunk * 32);
-    word[1] = *reinterpret_cast<const std::uint32_t*>(from + chunk * 32 + 16);
+    load_words<8>(from + chunk * 32, word);
   }
   static __device__ void load_rope(const std::uint8_t* from, std::uint32_t (&word)[kRopeWords]) {
-    word[0] = *reinterpret_cast<const std::uint32_t*>(from);
+    load_words<8>(from, word);
   }
   template <int words>
   static __device__ void score_operand(const std::uint32_t (&word)[2][words], int step,
