@@ -80,8 +80,10 @@ void find(const ImageShape& shape, const std::int32_t* memory, AttentionCall& ca
 
 /// Of any op: tokens is the number of query rows that belong to requests.
 void run(const OpContext& ctx, const AttentionCall& call, std::int64_t tokens) {
-  launch_shared(ctx, tokens * call.out.shape[1], attention_shared_bytes(call), attention_kernel,
-                call);
+  launch(ctx,
+         LaunchShape{.blocks = tokens * call.out.shape[1],
+                     .shared_bytes = attention_shared_bytes(call)},
+         attention_kernel, call);
 }
 
 const char* declines(std::int64_t qk_dim, std::int64_t v_dim) {

@@ -8,7 +8,7 @@
 
 namespace fovea::cuda {
 
-constexpr int kThreads = 128;  ///< Of a block, in every plain kernel.
+constexpr int kThreads = 128;  ///< Of a block, unless a kernel says otherwise.
 constexpr int kWarps = kThreads / 32;
 
 /// The same result in every thread, whatever the order of blocks. `combine` is commutative.
@@ -19,15 +19,17 @@ __device__ T reduce_warp(T value, Combine combine) {
   }
   return value;
 }
+/// Of all threads of a block, whole warps.
 template <class T, class Combine>
 __device__ T reduce_block(T value, Combine combine) {
-  __shared__ T of_warp[kWarps];
+  constexpr int kMostWarps = 32;
+  __shared__ T of_warp[kMostWarps];
   value = reduce_warp(value, combine);
   __syncthreads();  // of_warp may still be read by an earlier call.
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
   __syncthreads();
   value = of_warp[0];
-  for (int w = 1; w < kWarps; ++w) value = combine(value, of_warp[w]);
+  for (int w = 1; w < static_cast<int>(blockDim.x) / 32; ++w) value = combine(value, of_warp[w]);
   return value;
 }
 
@@ -51,32 +53,45 @@ struct Warp {
   }
 };
 
-/// `blocks` blocks of kThreads threads; none is fine.
+struct LaunchShape {
+  std::int64_t blocks;  ///< None is fine.
+  int threads = kThreads;
+  std::int64_t shared_bytes = 0;
+};
+
 template <class... Params, class... Args>
-void launch_shared(const OpContext& ctx, std::int64_t blocks, std::int64_t shared_bytes,
-                   void (*kernel)(Params...), const Args&... args) {
-  if (blocks == 0) return;
-  FOVEA_CHECK(blocks <= std::numeric_limits<std::int32_t>::max(), unsupported,
-              "{} rows and heads are more than a launch takes, 2^31 - 1", blocks);
+void launch(const OpContext& ctx, const LaunchShape& shape, void (*kernel)(Params...),
+            const Args&... args) {
+  if (shape.blocks == 0) return;
+  FOVEA_CHECK(shape.blocks <= std::numeric_limits<std::int32_t>::max(), unsupported,
+              "{} rows and heads are more than a launch takes, 2^31 - 1", shape.blocks);
   const CurrentDevice current(ctx.memory.device);
-  kernel<<<static_cast<unsigned>(blocks), kThreads, static_cast<std::size_t>(shared_bytes),
-           stream_of(ctx)>>>(args...);
+  kernel<<<static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.threads),
+           static_cast<std::size_t>(shape.shared_bytes), stream_of(ctx)>>>(args...);
   check(cudaGetLastError(), "launch");
 }
 
 template <class... Params, class... Args>
 void launch(const OpContext& ctx, std::int64_t blocks, void (*kernel)(Params...),
             const Args&... args) {
-  launch_shared(ctx, blocks, 0, kernel, args...);
+  launch(ctx, LaunchShape{.blocks = blocks}, kernel, args...);
 }
 
-/// A warp for each of `warps`, below 2^31, and some without: kWarps a block, in order.
+/// A team of `lanes` threads, a power of two up to a warp, for each of `teams`, below 2^31, and
+/// some without: in order.
+template <class... Params, class... Args>
+void launch_teams(const OpContext& ctx, std::int64_t teams, int lanes, void (*kernel)(Params...),
+                  const Args&... args) {
+  const std::int64_t per_block = kThreads / lanes;
+  FOVEA_CHECK(teams <= std::numeric_limits<std::int32_t>::max() - per_block, unsupported,
+              "{} rows and heads are more than a launch takes, 2^31 - 1", teams);
+  launch(ctx, (teams + per_block - 1) / per_block, kernel, args...);
+}
+
 template <class... Params, class... Args>
 void launch_warps(const OpContext& ctx, std::int64_t warps, void (*kernel)(Params...),
                   const Args&... args) {
-  FOVEA_CHECK(warps <= std::numeric_limits<std::int32_t>::max() - kWarps, unsupported,
-              "{} rows and heads are more than a launch takes, 2^31 - 1", warps);
-  launch_shared(ctx, (warps + kWarps - 1) / kWarps, 0, kernel, args...);
+  launch_teams(ctx, warps, Warp::kSize, kernel, args...);
 }
 
 }  // namespace fovea::cuda

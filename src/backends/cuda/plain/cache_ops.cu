@@ -17,17 +17,39 @@ __device__ bool is_slot(DeviceFault* fault, std::int64_t t, std::int64_t slot,
   return is_in_range(fault, DeviceFault::Argument::slot_mapping, t, slot, -1, num_slots);
 }
 
-/// channel(i) of the first `capacity` channels to shared memory of these threads: a write to the
-/// cache would hold up the reads behind it, and scales need every channel twice. Rows of most
-/// models have no more; what is behind is read again.
-template <class Threads, class Channels>
-__device__ void stage(float* staged, int capacity, std::int64_t width, const Channels& channel) {
+/// The first channels of a row, in shared memory of the threads that store it: a write to the cache
+/// would hold up the reads behind it, and scales need every channel twice. Rows of most models have
+/// no more than `capacity`; what is behind is read again.
+template <class Threads>
+struct StagedRow {
+  float* at;
+  std::int64_t capacity;
+
+  /// channel(i) for i in [begin, end).
+  template <class Channel>
+  __device__ void fill(std::int64_t begin, std::int64_t end, const Channel& channel) const {
+    end = min(end, capacity);
 #pragma unroll 4
-  for (int i = Threads::rank(); i < capacity && i < width; i += Threads::kSize) {
-    staged[i] = channel(i);
+    for (std::int64_t i = begin + Threads::rank(); i < end; i += Threads::kSize) {
+      at[i] = channel(i);
+    }
   }
-  Threads::sync();
-}
+  /// A head from channel `first` on that turns: channel(i) is its i-th before.
+  template <class Channel>
+  __device__ void fill_turned(const RopeAngles& angles, std::int64_t token, DType dtype,
+                              std::int64_t first, const Channel& channel) const {
+    for (std::int64_t pair = Threads::rank(); pair < num_pairs(angles); pair += Threads::kSize) {
+      const TurnedPair turned = turn_pair(angles, token, pair, dtype, channel);
+      put(first + turned.first, turned.first_value);
+      put(first + turned.second, turned.second_value);
+    }
+  }
+
+ private:
+  __device__ void put(std::int64_t i, float value) const {
+    if (i < capacity) at[i] = value;
+  }
+};
 
 /// A block per token.
 __global__ void kv_append_kernel(const __grid_constant__ KvAppendParams p,
@@ -40,23 +62,29 @@ __global__ void kv_append_kernel(const __grid_constant__ KvAppendParams p,
   const std::int64_t latent = p.kv_c.shape[1];
   const bool norms = p.norm_weight.data != nullptr;
   const double scale = norms ? rms_norm_scale(ElementRow(p.kv_c, at(p.kv_c, t)), p.norm_eps) : 1;
-  const auto channel = [&](std::int64_t i) {
-    if (i >= latent) {
-      return turned_channel(p.rope, t, i - latent, p.k_pe.dtype, [&](std::int64_t c) {
-        return load(p.k_pe.data, p.k_pe.dtype, at(p.k_pe, t, c));
-      });
-    }
+  const auto latent_channel = [&](std::int64_t i) {
     const float x = load(p.kv_c.data, p.kv_c.dtype, at(p.kv_c, t, i));
     if (!norms) return x;
     const float weight = load(p.norm_weight.data, p.norm_weight.dtype, at(p.norm_weight, i));
     return rounded(p.kv_c.dtype, normed(x, scale, weight));
   };
+  const auto rope_channel = [&](std::int64_t i) {
+    return load(p.k_pe.data, p.k_pe.dtype, at(p.k_pe, t, i));
+  };
   constexpr int kStaged = 1024;
-  __shared__ float staged[kStaged];
-  stage<Block>(staged, kStaged, latent + p.k_pe.shape[1], channel);
-  encode_head<Block>(
-      cache.head, [&](std::int64_t i) { return i < kStaged ? staged[i] : channel(i); },
-      cache.slot(slot));
+  __shared__ float memory[kStaged];
+  const StagedRow<Block> staged{memory, kStaged};
+  staged.fill(0, latent, latent_channel);
+  staged.fill_turned(p.rope, t, p.k_pe.dtype, latent, rope_channel);
+  staged.fill(latent + 2 * num_pairs(p.rope), latent + p.k_pe.shape[1],
+              [&](std::int64_t i) { return rope_channel(i - latent); });
+  Block::sync();
+  const auto channel = [&](std::int64_t i) {
+    if (i < kStaged) return memory[i];
+    if (i < latent) return latent_channel(i);
+    return turned_channel(p.rope, t, i - latent, p.k_pe.dtype, rope_channel);
+  };
+  encode_head<Block>(cache.head, channel, cache.slot(slot));
 }
 
 /// A warp per token, head, and keys or values.
@@ -75,17 +103,19 @@ __global__ void gqa_append_kernel(const __grid_constant__ GqaAppendParams p,
   if (is_key && !has_positions(fault, p.rope, t)) return;
   const TensorView& x = is_key ? p.k : p.v;
   const auto stored = [&](std::int64_t c) { return load(x.data, x.dtype, at(x, t, n, c)); };
-  const auto channel = [&](std::int64_t c) {
-    return is_key ? turned_channel(p.rope, t, c, x.dtype, stored) : stored(c);
-  };
   constexpr int kStaged = 256;
   __shared__ float of_warp[kWarps][kStaged];
-  float* staged = of_warp[threadIdx.x / 32];
-  stage<Warp>(staged, kStaged, x.shape[2], channel);
+  float* memory = of_warp[threadIdx.x / 32];
+  const StagedRow<Warp> staged{memory, kStaged};
+  if (is_key) staged.fill_turned(p.rope, t, x.dtype, 0, stored);
+  staged.fill(is_key ? 2 * num_pairs(p.rope) : 0, x.shape[2], stored);
+  Warp::sync();
+  const auto channel = [&](std::int64_t c) {
+    if (c < kStaged) return memory[c];
+    return is_key ? turned_channel(p.rope, t, c, x.dtype, stored) : stored(c);
+  };
   const CacheRows& cache = is_key ? k_cache : v_cache;
-  encode_head<Warp>(
-      cache.head, [&](std::int64_t c) { return c < kStaged ? staged[c] : channel(c); },
-      cache.slot(slot) + n * cache.head.bytes);
+  encode_head<Warp>(cache.head, channel, cache.slot(slot) + n * cache.head.bytes);
 }
 
 /// Rows [row, row + count) of a block.

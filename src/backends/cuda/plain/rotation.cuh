@@ -33,11 +33,15 @@ __device__ TurnedPair turn_pair(const RopeAngles& angles, std::int64_t token, st
   return turned;
 }
 
+__device__ inline std::int64_t num_pairs(const RopeAngles& angles) {
+  return angles.cos_sin.data ? angles.cos_sin.shape[1] / 2 : 0;
+}
+
 /// Channel i of a head that turns; beyond R, or without cos_sin, what it is.
 template <class LoadChannel>
 __device__ auto turned_channel(const RopeAngles& angles, std::int64_t token, std::int64_t i,
                                DType dtype, LoadChannel load_channel) -> decltype(load_channel(i)) {
-  const std::int64_t pairs = angles.cos_sin.data ? angles.cos_sin.shape[1] / 2 : 0;
+  const std::int64_t pairs = num_pairs(angles);
   if (i >= 2 * pairs) return load_channel(i);
   const std::int64_t in_neox = i < pairs ? i : i - pairs;
   const std::int64_t pair = angles.pairing == RopePairing::neox ? in_neox : i / 2;

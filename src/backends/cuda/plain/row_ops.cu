@@ -19,7 +19,7 @@ __global__ void rms_norm_kernel(const __grid_constant__ RmsNormParams p) {
   const ElementRow x(p.x, at(p.x, t)), weight(p.weight, 0), out(p.out, at(p.out, t));
   const double scale = rms_norm_scale(x, p.eps);
 #pragma unroll 4
-  for (std::int64_t i = threadIdx.x * kTogether; i < x.width(); i += kThreads * kTogether) {
+  for (std::int64_t i = threadIdx.x * kTogether; i < x.width(); i += blockDim.x * kTogether) {
     Values values = x.load(i);
     const Values weights = weight.load(i);
     for (int j = 0; j < kTogether; ++j) {
@@ -57,10 +57,21 @@ __global__ void rope_kernel(const __grid_constant__ RopeParams p, Divisor blocks
   store(p.x.data, p.x.dtype, at(p.x, t, n, turned.second), turned.second_value);
 }
 
+/// Lanes of a warp that work on a row: `count`, a power of two.
+struct Lanes {
+  int rank, count;
+  __device__ explicit Lanes(int count)
+      : rank(static_cast<int>(threadIdx.x) & (count - 1)), count(count) {}
+  __device__ void sync() const {
+    const int first = static_cast<int>(threadIdx.x) % Warp::kSize - rank;
+    __syncwarp(~0u >> (Warp::kSize - count) << first);
+  }
+};
+
 /// Bit for bit.
 __device__ void copy_row(const TensorView& from, const TensorView& to, std::int64_t t,
-                         std::int64_t n) {
-  for (std::int64_t d = threadIdx.x % 32; d < to.shape[2]; d += 32) {
+                         std::int64_t n, const Lanes& lanes) {
+  for (std::int64_t d = lanes.rank; d < to.shape[2]; d += lanes.count) {
     copy_element(from.data, from.dtype, at(from, t, n, d), to.data, to.dtype, at(to, t, n, d));
   }
 }
@@ -91,29 +102,29 @@ __device__ MergeWeights merge_weights(float prefix_lse, float suffix_lse, float 
   return weights;
 }
 
-/// A warp per token and head. The result may lie where an input does.
+/// `count` lanes per token and head. The result may lie where an input does.
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
-    merge_state_kernel(const __grid_constant__ MergeStateParams p, Divisor heads) {
+    merge_state_kernel(const __grid_constant__ MergeStateParams p, Divisor heads, int count) {
   const TensorView& out = p.result.out;
-  const std::uint32_t i = blockIdx.x * kWarps + threadIdx.x / 32;
+  const Lanes lanes(count);
+  const std::uint32_t i = (blockIdx.x * kThreads + threadIdx.x) / count;
   const std::int64_t t = heads.quotient(i), n = heads.remainder(i);
   if (t >= out.shape[0]) return;
   const float prefix_lse = load_f32(p.prefix.lse, at(p.prefix.lse, n, t));
   const float suffix_lse = load_f32(p.suffix.lse, at(p.suffix.lse, n, t));
   const MergeWeights weights = merge_weights(
       prefix_lse, suffix_lse, p.sinks.data ? load_f32(p.sinks, at(p.sinks, n)) : -INFINITY);
-  __syncwarp();  // All have read what the result may overwrite.
-  const int lane = threadIdx.x % 32;
-  if (lane == 0 && p.result.lse.data) {
+  lanes.sync();  // All have read what the result may overwrite.
+  if (lanes.rank == 0 && p.result.lse.data) {
     static_cast<float*>(p.result.lse.data)[at(p.result.lse, n, t)] = weights.lse;
   }
   const bool has_prefix = has_keys(prefix_lse), has_suffix = has_keys(suffix_lse);
-  if (!has_suffix && weights.prefix == 1.f) return copy_row(p.prefix.out, out, t, n);
-  if (!has_prefix && weights.suffix == 1.f) return copy_row(p.suffix.out, out, t, n);
+  if (!has_suffix && weights.prefix == 1.f) return copy_row(p.prefix.out, out, t, n, lanes);
+  if (!has_prefix && weights.suffix == 1.f) return copy_row(p.suffix.out, out, t, n, lanes);
   const ElementRow to(out, at(out, t, n));
   const ElementRow prefix(p.prefix.out, at(p.prefix.out, t, n));
   const ElementRow suffix(p.suffix.out, at(p.suffix.out, t, n));
-  for (std::int64_t d = lane * kTogether; d < to.width(); d += 32 * kTogether) {
+  for (std::int64_t d = lanes.rank * kTogether; d < to.width(); d += lanes.count * kTogether) {
     // A part without keys may hold anything.
     const Values a = has_prefix ? prefix.load(d) : Values{};
     const Values b = has_suffix ? suffix.load(d) : Values{};
@@ -138,7 +149,9 @@ __global__ void padding_kernel(std::int64_t num_actual, TensorView out, TensorVi
 }  // namespace
 
 void rms_norm(const OpContext& ctx, const RmsNormParams& p) {
-  launch(ctx, p.x.shape[0], rms_norm_kernel, p);
+  // A long row in few steps: with few rows their latencies are all there is.
+  const int threads = p.x.shape[1] > 2 * kThreads * kTogether ? 4 * kThreads : kThreads;
+  launch(ctx, LaunchShape{.blocks = p.x.shape[0], .threads = threads}, rms_norm_kernel, p);
 }
 
 void add_residual(const OpContext& ctx, const AddResidualParams& p) {
@@ -159,7 +172,11 @@ void rope(const OpContext& ctx, const RopeParams& p) {
 void merge_state(const OpContext& ctx, const MergeStateParams& p) {
   const std::int64_t heads = p.result.out.shape[1];
   if (heads == 0) return;
-  launch_warps(ctx, p.result.out.shape[0] * heads, merge_state_kernel, p, Divisor(heads));
+  const std::int64_t steps = (p.result.out.shape[2] + kTogether - 1) / kTogether;
+  int lanes = 1;
+  while (lanes < Warp::kSize && lanes < steps) lanes *= 2;
+  launch_teams(ctx, p.result.out.shape[0] * heads, lanes, merge_state_kernel, p, Divisor(heads),
+               lanes);
 }
 
 void write_padding_rows(const OpContext& ctx, std::int64_t num_actual, const TensorView& out,

@@ -125,7 +125,7 @@ class ElementRow {
 __device__ inline double rms_norm_scale(const ElementRow& x, float eps) {
   double sum = 0;
 #pragma unroll 4
-  for (std::int64_t i = threadIdx.x * kTogether; i < x.width(); i += kThreads * kTogether) {
+  for (std::int64_t i = threadIdx.x * kTogether; i < x.width(); i += blockDim.x * kTogether) {
     const Values values = x.load(i);
     for (int j = 0; j < kTogether; ++j) {
       sum += static_cast<double>(values.at[j]) * static_cast<double>(values.at[j]);
