@@ -118,6 +118,9 @@ void check_format(CacheFormat format, const std::string& name, std::uint32_t& se
   check({"large queries", 16, {1, 1}, {400, 1500}, 64, bf16, f32, true, true, 0, 0, 3e4f});
   check({"tiny queries", 16, {1, 1}, {400, 1500}, 64, bf16, f32, true, true, 0, 0, 1e-20f});
   check({"gaps", 16, {1, 2}, {300, 500}, 64, bf16, bf16, false, true, 0, 64});
+  CaseShape odd{"f32 rows at odd offsets", 16, {1, 2}, {300, 500}, 64, bf16, f32};
+  odd.out_gap = 7;
+  check(odd);
   for (const std::int64_t block : {1, 3, 16, 61, 128}) {
     check({"block " + std::to_string(block), 16, {1, 1}, {333, 130}, block, bf16, bf16});
   }

@@ -18,6 +18,10 @@
 
 namespace fovea::cuda::test {
 
+constexpr int kLatent = 512;
+constexpr int kRope = 64;
+constexpr int kRow = kLatent + kRope;
+
 struct CaseShape {
   std::string name;
   std::int32_t heads = 16;
@@ -36,11 +40,10 @@ struct CaseShape {
   CacheFormat format = CacheFormat::dense;
   bool last_key_nan =
       false;  ///< Of each request with several query tokens: earlier ones are clean.
-};
+  std::int64_t out_gap = 8;  ///< Elements between output rows.
 
-constexpr int kLatent = 512;
-constexpr int kRope = 64;
-constexpr int kRow = kLatent + kRope;
+  std::int64_t out_stride() const { return kLatent + out_gap; }
+};
 
 inline std::int64_t row_bytes(CacheFormat format) {
   switch (format) {
@@ -114,7 +117,6 @@ struct Case {
   std::vector<float> sinks;
   MlaDecodeParams params;
 
-  static constexpr std::int64_t kOutHead = kLatent + 8;
 
   explicit Case(CaseShape s, std::uint32_t seed) : shape(std::move(s)) {
     std::mt19937 random(seed);
@@ -203,7 +205,7 @@ struct Case {
     d_starts = DeviceArray<std::int32_t>(starts);
     d_lens = DeviceArray<std::int32_t>(shape.seq_lens);
     d_table = DeviceArray<std::int32_t>(table);
-    const std::size_t out_elements = std::size_t{1} * tokens * shape.heads * kOutHead;
+    const std::size_t out_elements = std::size_t{1} * tokens * shape.heads * shape.out_stride();
     d_out = DeviceArray<std::uint8_t>(out_elements * (shape.out_type == ElementType::f32 ? 4 : 2));
     d_lse = DeviceArray<float>(std::size_t{1} * tokens * shape.heads);
     MlaDecodeParams& p = params;
@@ -231,8 +233,8 @@ struct Case {
     p.block_table_stride = table_width;
     p.out_type = shape.out_type;
     p.out = d_out.data();
-    p.out_head_stride = kOutHead;
-    p.out_token_stride = kOutHead * shape.heads;
+    p.out_head_stride = shape.out_stride();
+    p.out_token_stride = shape.out_stride() * shape.heads;
     p.lse = shape.with_lse ? d_lse.data() : nullptr;
     p.lse_head_stride = tokens;
     p.lse_token_stride = 1;
@@ -325,7 +327,7 @@ inline bool matches(const Case& c, const Reference& ref, const std::string& what
     const double rms = std::sqrt(norm / kLatent);
     for (int d = 0; d < kLatent; ++d) {
       const double want = ref.out[row * kLatent + d];
-      const double got = decode(c.shape.out_type, out.data(), row * Case::kOutHead + d);
+      const double got = decode(c.shape.out_type, out.data(), row * c.shape.out_stride() + d);
       if (std::isnan(want) && std::isnan(got)) continue;
       const double error = std::abs(got - want) / (unit * (2 * std::abs(want) + 3 * rms) + 1e-12);
       if (!(error <= worst)) {
@@ -334,8 +336,8 @@ inline bool matches(const Case& c, const Reference& ref, const std::string& what
       }
     }
     const std::size_t bytes = c.shape.out_type == ElementType::f32 ? 4 : 2;
-    for (std::size_t i = (row * Case::kOutHead + kLatent) * bytes;
-         i < (row + 1) * Case::kOutHead * bytes; ++i) {
+    for (std::size_t i = (row * c.shape.out_stride() + kLatent) * bytes;
+         i < (row + 1) * c.shape.out_stride() * bytes; ++i) {
       bad_gap += out[i] != 0xff;
     }
     const std::int64_t token = row / c.shape.heads, head = row % c.shape.heads;
@@ -359,7 +361,7 @@ inline bool matches(const Case& c, const Reference& ref, const std::string& what
         worst_at < 0 ? 0.0 : ref.out[worst_at],
         worst_at < 0
             ? 0.0
-            : decode(c.shape.out_type, out.data(), row * Case::kOutHead + worst_at % kLatent),
+            : decode(c.shape.out_type, out.data(), row * c.shape.out_stride() + worst_at % kLatent),
         bad_lse, worst_lse, bad_gap);
   }
   return good;

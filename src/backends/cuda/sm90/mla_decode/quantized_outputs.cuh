@@ -207,13 +207,8 @@ __device__ void store_output(QuantizedOrder<Format>, const KernelParams& k, cons
       for (int i = 0; i < kChunksPerOutput; ++i) {
         const int channel = QuantizedOrder<Format>::channel(
             threadIdx.x / 128 * kChunksPerOutput + i, thread / 32, g);
-        const float v0 = out[i][4 * j + b] * inverse, v1 = out[i][4 * j + 2 + b] * inverse;
-        if (op.out_type == ElementType::f32) {
-          *reinterpret_cast<float2*>(static_cast<float*>(op.out) + to + channel) = float2{v0, v1};
-        } else {
-          *reinterpret_cast<std::uint32_t*>(static_cast<std::uint16_t*>(op.out) + to + channel) =
-              op.out_type == ElementType::bf16 ? pack<__nv_bfloat16>(v0, v1) : pack<__half>(v0, v1);
-        }
+        store_elements<1>(op, to + channel, out[i][4 * j + b] * inverse,
+                          out[i][4 * j + 2 + b] * inverse);
       }
     }
   }
