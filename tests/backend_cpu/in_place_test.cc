@@ -210,7 +210,7 @@ TEST_P(InPlace, ProductsOfInt8AddUpExactly) {
     std::byte scales[2 * sizeof(float)];
   };
   std::vector<Key> keys(kTokens);
-  std::vector<std::int16_t> q(8 * kStride);
+  std::vector<std::int16_t> q(8 * 2 * kStride);
   const std::byte* rows[kTileTokens] = {};
   const float scales[2] = {0x1p-9f, 0x1p-8f};
   for (std::int64_t t = 0; t < kTileTokens; ++t) {
@@ -222,12 +222,15 @@ TEST_P(InPlace, ProductsOfInt8AddUpExactly) {
       key.codes[c] = static_cast<std::int8_t>((37 * t + 101 * c) % 256 - 128);
     }
   }
-  // Quads of channels 0, 2, 1, 3, the second group from a new one on.
+  // Four rows share vectors, then two, then one has them alone; the second group begins with one.
+  const std::int64_t lanes = kernels().lanes;
   const auto q_at = [&](std::int64_t r, std::int64_t c) -> std::int16_t& {
-    constexpr std::int64_t kPlace[] = {0, 2, 1, 3}, kPadded = (kFirst + 3) / 4 * 4;
+    const std::int64_t together = r < 4 ? 4 : r < 6 ? 2 : 1, width = 2 * lanes / together;
     const std::int64_t in_group = c < kFirst ? c : c - kFirst;
-    const std::int64_t place = in_group / 4 * 4 + kPlace[in_group % 4];
-    return q[Block::at(r * kStride + (c < kFirst ? 0 : kPadded) + place)];
+    const std::int64_t before = c < kFirst ? 0 : (kFirst + 2 * lanes - 1) / (2 * lanes);
+    const std::int64_t vector = before * together + in_group / width;
+    return q[Block::at((r - r % together) * 2 * kStride + vector * 2 * lanes +
+                       r % together * width + in_group % width)];
   };
   for (std::int64_t r = 0; r < kCount; ++r) {
     for (std::int64_t c = 0; c < kChannels; ++c) {
@@ -261,7 +264,6 @@ TEST_P(InPlace, ProductsOfInt8AddUpExactly) {
         }
         expected += static_cast<float>(sum) * (steps[0] * scales[g]);
       }
-      const std::int64_t lanes = kernels().lanes;
       const float got = scores[Block::at((r / lanes * kTileTokens + t) * lanes + r % lanes)];
       ASSERT_NEAR(expected, got, 1e-5) << "row " << r << ", token " << t;
     }

@@ -55,6 +55,7 @@ std::int64_t InPlaceState::bytes(const Kernels& kernels, const AttendShape& shap
 }
 
 void InPlaceState::begin(const HeadRows& heads) {
+  heads_ = heads;
   begin_rows({.count = heads.num_heads * heads.stride});
   // Rows behind a head's last have scores that go nowhere, but are numbers.
   std::fill_n(scores_, kBlockRows * capacity_, 0.f);
@@ -77,15 +78,19 @@ void InPlaceState::set_fixed_query(std::int64_t row) {
   const ChannelGroups& groups = shape_.k_groups;
   const float step = to_fixed_point(query_, shape_.qk_channels, groups.widest(), fixed_query_);
   q_steps_[row] = shape_.score_factor * step;
-  std::int16_t* quad = q_codes_ + row * q_stride_;
+  const std::int64_t in_head = row % heads_.stride, left = heads_.count - in_head / 4 * 4;
+  const std::int64_t together = left >= 4 ? 4 : in_head % 4 < (left & 2) ? 2 : 1;
+  // Channels of a row in a vector that it shares.
+  const std::int64_t lanes = 2 * kernels_.lanes, width = lanes / together;
+  std::int16_t* codes = q_codes_ + (row - in_head % together) * 2 * q_stride_;
   std::int64_t begin = 0;
   for (int g = 0; g < groups.count; ++g) {
-    for (; begin < groups.end[g]; begin += kKeyQuad, quad += kKeyQuad) {
-      constexpr int kPlace[kKeyQuad] = {0, 2, 1, 3};
-      for (int i = 0; i < kKeyQuad; ++i) {
-        quad[kPlace[i]] = begin + i < groups.end[g] ? fixed_query_[begin + i] : std::int16_t{0};
-      }
+    const std::int64_t channels = groups.end[g] - begin;
+    for (std::int64_t c = 0; c < channels; ++c) {
+      codes[(c / width * together + in_head % together) * width + c % width] =
+          fixed_query_[begin + c];
     }
+    codes += (channels + lanes - 1) / lanes * lanes * together;
     begin = groups.end[g];
   }
 }
@@ -119,7 +124,7 @@ void InPlaceState::attend(const HeadRows& heads, std::int64_t head, std::int64_t
     tile.row_mask = row_masks;
   }
   tile.q = q_ + first * q_stride_;
-  tile.q_codes = q_codes_ + first * q_stride_;
+  tile.q_codes = q_codes_ + first * 2 * q_stride_;
   tile.q_steps = q_steps_ + first;
   tile.out = out_row(first);
   tile.k = keys_.from_head(head, shape_.qk_channels, shape_.k_groups);

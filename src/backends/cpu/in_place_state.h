@@ -68,6 +68,7 @@ class InPlaceState : public RowState {
   void attend(const HeadRows& heads, std::int64_t head, std::int64_t num_heads, std::int64_t row,
               std::int64_t count, std::int64_t tokens, const std::uint64_t* masks, bool asks);
 
+  HeadRows heads_;
   std::int64_t q_stride_;
   float* q_;                   ///< [max_rows][q_stride]
   std::int16_t* q_codes_;      ///< As InPlaceTile::q_codes, in place of it.

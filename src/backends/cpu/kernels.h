@@ -96,16 +96,15 @@ struct StoredRows {
   std::int64_t offset_of(std::int64_t head) const { return head_at + head * head_bytes; }
 };
 
-/// Channels of a query in fixed point that lie together, in the order 0, 2, 1, 3.
-inline constexpr std::int64_t kKeyQuad = 4;
-
 /// Rows of several key heads against keys and values where they lie. Row r of head h is row
 /// h * head_stride + r of the block; those from head_rows on go nowhere.
 struct InPlaceTile : ScoreBlock {
   /// Times sm_scale * log2(e): [rows][q_stride], zeros up to whole vectors. Against bf16 keys, each
   /// whole 2 * lanes channels are a vector of the even ones and one of the odd ones.
   const float* q;
-  /// Against int8 keys, in fixed point: [rows][q_stride], groups of the keys in whole quads.
+  /// Against int8 keys, in fixed point: [rows][2 * q_stride]. Rows of a head that are met at once, four,
+  /// two or one, share vectors: [vectors][rows][lanes / rows][2]. Each group of the keys has a
+  /// multiple of 2 * lanes channels of them, whatever behind its own.
   const std::int16_t* q_codes;
   const float* q_steps;  ///< [rows] what q_codes count, times sm_scale * log2(e).
   float* out;      ///< [rows][out_stride], whole vectors writable: sum of weights times values.

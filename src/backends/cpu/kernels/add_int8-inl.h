@@ -14,6 +14,7 @@ namespace {
 struct FixedWeights {
   alignas(64) std::int32_t pairs[kBlockRows * kTileTokens / 2];  ///< [row vectors][pairs][lanes]
   alignas(64) float steps[kBlockRows];  ///< What they count.
+  const float* correction;              ///< [rows] what the sums so far shrink by.
   const std::int32_t* of(std::int64_t row) const {
     return pairs + row / kLanes * (kTileTokens / 2 * kLanes) + row % kLanes;
   }
@@ -39,15 +40,14 @@ FOVEA_INLINE IntVec join_rounded(Vec first, Vec second) {
 /// Weights [kTileTokens][lanes] of a row vector, 0 behind the last token, as multiples of what is
 /// returned, which is NaN where one is not finite.
 FOVEA_INLINE Vec fix_weights(const float* weights, std::int32_t* pairs) {
-  const Vec zero = broadcast(0.f);
-  Vec largest = broadcast(0x1p-100f);  // Below, steps would be subnormal.
-  Vec nan_if_any = zero;
+  IntVec bits = (IntVec)broadcast(0x1p-100f);  // Below, steps would be subnormal.
   for (std::int64_t t = 0; t < kTileTokens; ++t) {
-    const Vec weight = load(weights + t * kLanes);
-    largest = max(max(weight, sub(zero, weight)), largest);
-    nan_if_any = fma(weight, zero, nan_if_any);
+    // Magnitudes are in the order of their bits, NaN behind infinity.
+    const IntVec magnitude = (IntVec)load(weights + t * kLanes) & 0x7fffffff;
+    bits = magnitude > bits ? magnitude : bits;
   }
   constexpr float kLimit = 32767.f;
+  const Vec largest = (Vec)bits;
   const Vec inverse = div(broadcast(kLimit), largest);
   for (std::int64_t t = 0; t < kTileTokens; t += 2) {
     const Vec first = mul(load(weights + t * kLanes), inverse);
@@ -55,7 +55,8 @@ FOVEA_INLINE Vec fix_weights(const float* weights, std::int32_t* pairs) {
     const IntVec pair = join_rounded(first, second);
     __builtin_memcpy(pairs + t / 2 * kLanes, &pair, sizeof pair);
   }
-  return add(mul(largest, broadcast(1.f / kLimit)), nan_if_any);
+  const Vec zero_or_nan = sub(largest, largest);
+  return add(mul(largest, broadcast(1.f / kLimit)), zero_or_nan);
 }
 
 /// Of all rows against a group.
@@ -87,10 +88,11 @@ FOVEA_INLINE IntPairs load_codes_of(const std::byte* head, std::int64_t channel,
   return load_int_pairs(some);
 }
 
-/// out += sums * step, `count` lanes of it: a step that is NaN is not that of the channels behind.
+/// out = out * correction + sums * step, `count` lanes of it: a step that is NaN is not that of the
+/// channels behind.
 template <bool whole>
-FOVEA_INLINE void add_to(float* out, Vec sums, Vec step, std::int64_t count) {
-  const Vec total = fma(sums, step, load(out));
+FOVEA_INLINE void add_to(float* out, Vec correction, Vec sums, Vec step, std::int64_t count) {
+  const Vec total = fma(sums, step, mul(load(out), correction));
   if (whole || count >= kLanes) {
     store(out, total);
   } else {
@@ -100,10 +102,11 @@ FOVEA_INLINE void add_to(float* out, Vec sums, Vec step, std::int64_t count) {
 
 /// out[Rows][Vectors * lanes] += weights times values of all tokens. Of the last two vectors, those
 /// that `count` channels reach into. Registers: Rows x Vectors sums, two of V, one broadcast of P.
+/// A function of its own, as what surrounds it would take registers.
 template <int Rows, int Vectors, bool whole>
-FOVEA_INLINE void add_int8_tile(const InPlaceTile& tile, std::int64_t head, std::int64_t row,
-                                std::int64_t channel, std::int64_t count,
-                                const FixedWeights& weights, RowsAhead& next) {
+[[gnu::noinline]] void add_int8_tile(const InPlaceTile& tile, std::int64_t head,
+                                     std::int64_t row, std::int64_t channel, std::int64_t count,
+                                     const FixedWeights& weights, RowsAhead& next) {
   const std::int64_t head_at = tile.v.offset_of(head);
   const std::int32_t* p = weights.of(row);
   IntVec sum[Rows][Vectors];
@@ -133,13 +136,16 @@ FOVEA_INLINE void add_int8_tile(const InPlaceTile& tile, std::int64_t head, std:
 #pragma GCC unroll 4
   for (int r = 0; r < Rows; ++r) {
     const Vec step = broadcast(weights.steps[row + r]);
+    const Vec correction = broadcast(weights.correction[row + r]);
     float* out = tile.out + (row + r) * tile.out_stride + channel;
 #pragma GCC unroll 4
     for (int j = 0; j < Vectors; j += 2, out += 2 * kLanes) {
       Vec low = to_f32(sum[r][j]), high = to_f32(sum[r][j + 1]);
       restore_order(&low, &high);
-      add_to<whole>(out, low, step, count);
-      if (whole || count > kLanes) add_to<whole>(out + kLanes, high, step, count - kLanes);
+      add_to<whole>(out, correction, low, step, count);
+      if (whole || count > kLanes) {
+        add_to<whole>(out + kLanes, correction, high, step, count - kLanes);
+      }
     }
   }
 }
@@ -181,11 +187,11 @@ void add_int8_head(const InPlaceTile& tile, std::int64_t head, const FixedWeight
 }
 
 void add_int8_in_place(const InPlaceTile& tile, const float* correction) {
-  correct_rows(tile, correction);
   RowsAhead next = keys_ahead(tile);
   const HeadLanes lanes = head_lanes(tile);
   FixedWeights weights[ChannelGroups::kMax];
   for (int g = 0; g < tile.v.groups.count; ++g) {
+    weights[g].correction = correction;
     fix_weights(tile, lanes, g, weights[g], next);
   }
   for (std::int64_t head = 0; head < tile.heads; ++head) add_int8_head(tile, head, weights, next);

@@ -156,10 +156,30 @@ struct KeySpan {
   std::int64_t begin;
 };
 
-/// sums[t * Rows + r] over their lanes and times the scale of token t becomes, or from the second
-/// span on is added to, the score of row r and token t of the register tile.
+/// dots[t * Rows + r] times the scale of token t becomes, or from the second span on is added to,
+/// the score of row r and token t of Tokens.
+template <class T, int Rows, int Tokens>
+FOVEA_INLINE void add_dots(const InPlaceTile& tile, const KeySpan& span, const float* dots) {
+  typedef float Row __attribute__((vector_size(sizeof(float) * Rows)));
+  float* scores = score_at(tile, span.row, span.token);
+  const StoredRows keys = tile.k;  // Nothing that is written is part of it.
+  const bool adds = span.begin > 0;
+#pragma GCC unroll 16
+  for (int t = 0; t < Tokens; ++t) {
+    Row score, before;
+    __builtin_memcpy(&score, dots + t * Rows, sizeof score);
+    if constexpr (kHasScales<T>) score *= scale_of(keys, span.heads[t], span.group);
+    if (adds) {
+      __builtin_memcpy(&before, scores + t * kLanes, sizeof before);
+      score += before;
+    }
+    __builtin_memcpy(scores + t * kLanes, &score, sizeof score);
+  }
+}
+
+/// The same of sums[t * Rows + r] over their lanes.
 template <class T, int Rows>
-FOVEA_INLINE void add_dots(const InPlaceTile& tile, const KeySpan& span,
+FOVEA_INLINE void add_sums(const InPlaceTile& tile, const KeySpan& span,
                            const Vec (&sums)[kDotSums]) {
   static_assert(kDotSums % kLanes == 0);
   float dots[kDotSums];
@@ -170,19 +190,7 @@ FOVEA_INLINE void add_dots(const InPlaceTile& tile, const KeySpan& span,
     for (int l = 0; l < kLanes; ++l) whole[l] = sums[i + l];
     store(dots + i, sums_of_lanes(whole));
   }
-  typedef float Row __attribute__((vector_size(sizeof(float) * Rows)));
-  float* scores = score_at(tile, span.row, span.token);
-#pragma GCC unroll 16
-  for (int t = 0; t < kDotSums / Rows; ++t) {
-    Row score, before;
-    __builtin_memcpy(&score, dots + t * Rows, sizeof score);
-    if constexpr (kHasScales<T>) score *= scale_of(tile.k, span.heads[t], span.group);
-    if (span.begin > 0) {
-      __builtin_memcpy(&before, scores + t * kLanes, sizeof before);
-      score += before;
-    }
-    __builtin_memcpy(scores + t * kLanes, &score, sizeof score);
-  }
+  add_dots<T, Rows, kDotSums / Rows>(tile, span, dots);
 }
 
 /// The last channels of a group, less than a bundle of them. Rare, and not worth its code in
@@ -199,7 +207,7 @@ template <class T, int Rows>
       sum[i] = fma(k_t, load(q + i % Rows * tile.q_stride + c), sum[i]);
     }
   }
-  add_dots<T, Rows>(tile, span, sum);
+  add_sums<T, Rows>(tile, span, sum);
 }
 
 /// Whole bundles of channels up to `end`. Registers: kDotSums sums, Rows vectors of Q, one of K.
@@ -228,7 +236,7 @@ FOVEA_INLINE void dot_whole(const InPlaceTile& tile, const KeySpan& span, std::i
     }
   }
   next = ahead;
-  add_dots<T, Rows>(tile, span, sum);
+  add_sums<T, Rows>(tile, span, sum);
 }
 
 template <class T, int Rows>

@@ -60,10 +60,15 @@ typedef std::int16_t IntPairs __attribute__((vector_size(32)));
 FOVEA_INLINE IntVec broadcast_int(std::int32_t x) { return (IntVec)_mm256_set1_epi32(x); }
 FOVEA_INLINE IntVec add(IntVec a, IntVec b) { return a + b; }
 FOVEA_INLINE Vec to_f32(IntVec v) { return _mm256_cvtepi32_ps((__m256i)v); }
-FOVEA_INLINE IntPairs broadcast_int_pair(const std::int16_t* p) {
-  std::int32_t pair;
-  __builtin_memcpy(&pair, p, sizeof pair);
-  return (IntPairs)_mm256_set1_epi32(pair);
+/// kWords int32 or pairs of int16, again and again.
+template <int kWords>
+FOVEA_INLINE IntPairs repeat_words(const void* p) {
+  if constexpr (kWords == 8) return (IntPairs)_mm256_loadu_si256(static_cast<const __m256i*>(p));
+  if constexpr (kWords == 4) {
+    return (IntPairs)_mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+  }
+  if constexpr (kWords == 2) return (IntPairs)_mm256_broadcastq_epi64(_mm_loadu_si64(p));
+  return (IntPairs)_mm256_broadcastd_epi32(_mm_loadu_si32(p));
 }
 FOVEA_INLINE IntPairs load_int_pairs(const std::int8_t* p) {
   return (IntPairs)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -99,29 +104,6 @@ FOVEA_INLINE Vec sums_of_lanes(const Vec (&v)[kLanes]) {
   return add(_mm256_permute2f128_ps(halves[0], halves[1], 0x20),
              _mm256_permute2f128_ps(halves[0], halves[1], 0x31));
 }
-/// Calls fn(j, c) for each column of v, as soon as it is there: lane i of c is lane j of v[i].
-/// V: Vec or IntVec.
-template <class V, class F>
-FOVEA_INLINE void for_each_column(const V (&v)[kLanes], const F& fn) {
-  const auto low = [](V a, V b) { return (__m256d)_mm256_unpacklo_ps((Vec)a, (Vec)b); };
-  const auto high = [](V a, V b) { return (__m256d)_mm256_unpackhi_ps((Vec)a, (Vec)b); };
-  Vec parts[8];  // [i][128 bits]: four rows from 4 * (i / 4) on of column 4 * bits + i % 4
-#pragma GCC unroll 2
-  for (int i = 0; i < 8; i += 4) {
-    const __m256d a = low(v[i], v[i + 1]), b = high(v[i], v[i + 1]);
-    const __m256d c = low(v[i + 2], v[i + 3]), d = high(v[i + 2], v[i + 3]);
-    parts[i] = (Vec)_mm256_unpacklo_pd(a, c);
-    parts[i + 1] = (Vec)_mm256_unpackhi_pd(a, c);
-    parts[i + 2] = (Vec)_mm256_unpacklo_pd(b, d);
-    parts[i + 3] = (Vec)_mm256_unpackhi_pd(b, d);
-  }
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) {
-    fn(j, (V)_mm256_permute2f128_ps(parts[j], parts[4 + j], 0x20));
-    fn(4 + j, (V)_mm256_permute2f128_ps(parts[j], parts[4 + j], 0x31));
-  }
-}
-
 FOVEA_INLINE Vec load(const Float16* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }

@@ -52,10 +52,20 @@ typedef std::int16_t IntPairs __attribute__((vector_size(64)));
 FOVEA_INLINE IntVec broadcast_int(std::int32_t x) { return (IntVec)_mm512_set1_epi32(x); }
 FOVEA_INLINE IntVec add(IntVec a, IntVec b) { return a + b; }
 FOVEA_INLINE Vec to_f32(IntVec v) { return _mm512_cvtepi32_ps((__m512i)v); }
-FOVEA_INLINE IntPairs broadcast_int_pair(const std::int16_t* p) {
-  std::int32_t pair;
-  __builtin_memcpy(&pair, p, sizeof pair);
-  return (IntPairs)_mm512_set1_epi32(pair);
+/// kWords int32 or pairs of int16, again and again.
+template <int kWords>
+FOVEA_INLINE IntPairs repeat_words(const void* p) {
+  if constexpr (kWords == 16) return (IntPairs)_mm512_loadu_si512(p);
+  if constexpr (kWords == 8) {
+    return (IntPairs)_mm512_broadcast_i64x4(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+  }
+  if constexpr (kWords == 4) {
+    return (IntPairs)_mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+  }
+  if constexpr (kWords == 2) {
+    return (IntPairs)_mm512_broadcastq_epi64(_mm_loadu_si64(p));
+  }
+  return (IntPairs)_mm512_broadcastd_epi32(_mm_loadu_si32(p));
 }
 FOVEA_INLINE IntPairs load_int_pairs(const std::int8_t* p) {
   return (IntPairs)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -99,35 +109,6 @@ FOVEA_INLINE Vec sums_of_lanes(const Vec (&v)[kLanes]) {
   };
   return fold(fold(quarters[0], quarters[1]), fold(quarters[2], quarters[3]));
 }
-/// Calls fn(j, c) for each column of v, as soon as it is there: lane i of c is lane j of v[i].
-/// V: Vec or IntVec.
-template <class V, class F>
-FOVEA_INLINE void for_each_column(const V (&v)[kLanes], const F& fn) {
-  const auto low = [](V a, V b) { return (__m512d)_mm512_unpacklo_ps((Vec)a, (Vec)b); };
-  const auto high = [](V a, V b) { return (__m512d)_mm512_unpackhi_ps((Vec)a, (Vec)b); };
-  Vec parts[16];  // [i][128 bits]: four rows from 4 * (i / 4) on of column 4 * bits + i % 4
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {
-    const __m512d a = low(v[i], v[i + 1]), b = high(v[i], v[i + 1]);
-    const __m512d c = low(v[i + 2], v[i + 3]), d = high(v[i + 2], v[i + 3]);
-    parts[i] = (Vec)_mm512_unpacklo_pd(a, c);
-    parts[i + 1] = (Vec)_mm512_unpackhi_pd(a, c);
-    parts[i + 2] = (Vec)_mm512_unpacklo_pd(b, d);
-    parts[i + 3] = (Vec)_mm512_unpackhi_pd(b, d);
-  }
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) {
-    const Vec a = parts[j], b = parts[4 + j], c = parts[8 + j], d = parts[12 + j];
-    const Vec ab = _mm512_shuffle_f32x4(a, b, 0x44), cd = _mm512_shuffle_f32x4(c, d, 0x44);
-    fn(j, (V)_mm512_shuffle_f32x4(ab, cd, 0x88));
-    fn(4 + j, (V)_mm512_shuffle_f32x4(ab, cd, 0xdd));
-    const Vec ab_high = _mm512_shuffle_f32x4(a, b, 0xee);
-    const Vec cd_high = _mm512_shuffle_f32x4(c, d, 0xee);
-    fn(8 + j, (V)_mm512_shuffle_f32x4(ab_high, cd_high, 0x88));
-    fn(12 + j, (V)_mm512_shuffle_f32x4(ab_high, cd_high, 0xdd));
-  }
-}
-
 FOVEA_INLINE Vec load(const Float16* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }

@@ -54,10 +54,12 @@ using IntPairs = int16x8_t;
 FOVEA_INLINE IntVec broadcast_int(std::int32_t x) { return vdupq_n_s32(x); }
 FOVEA_INLINE Vec to_f32(IntVec v) { return vcvtq_f32_s32(v); }
 FOVEA_INLINE IntVec add(IntVec a, IntVec b) { return vaddq_s32(a, b); }
-FOVEA_INLINE IntPairs broadcast_int_pair(const std::int16_t* p) {
-  std::int32_t pair;
-  __builtin_memcpy(&pair, p, sizeof pair);
-  return vreinterpretq_s16_s32(vdupq_n_s32(pair));
+/// kWords int32 or pairs of int16, again and again.
+template <int kWords>
+FOVEA_INLINE IntPairs repeat_words(const void* p) {
+  std::int32_t words[kLanes];
+  for (int i = 0; i < kLanes; i += kWords) __builtin_memcpy(words + i, p, kWords * sizeof words[0]);
+  return vreinterpretq_s16_s32(vld1q_s32(words));
 }
 FOVEA_INLINE IntPairs load_int_pairs(const std::int8_t* p) { return vmovl_s8(vld1_s8(p)); }
 /// Pairs (a[i], b[i]) of 2 * kLanes channels.
@@ -77,20 +79,6 @@ FOVEA_INLINE IntVec dot_int_pairs(IntVec sum, IntPairs a, IntPairs b) {
 FOVEA_INLINE Vec sums_of_lanes(const Vec (&v)[kLanes]) {
   return vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3]));
 }
-/// Calls fn(j, c) for each column of v, as soon as it is there: lane i of c is lane j of v[i].
-/// V: Vec or IntVec.
-template <class V, class F>
-FOVEA_INLINE void for_each_column(const V (&v)[kLanes], const F& fn) {
-  const auto even = [](V a, V b) { return (float64x2_t)vtrn1q_f32((Vec)a, (Vec)b); };
-  const auto odd = [](V a, V b) { return (float64x2_t)vtrn2q_f32((Vec)a, (Vec)b); };
-  const float64x2_t a = even(v[0], v[1]), b = odd(v[0], v[1]);
-  const float64x2_t c = even(v[2], v[3]), d = odd(v[2], v[3]);
-  fn(0, (V)vtrn1q_f64(a, c));
-  fn(1, (V)vtrn1q_f64(b, d));
-  fn(2, (V)vtrn2q_f64(a, c));
-  fn(3, (V)vtrn2q_f64(b, d));
-}
-
 /// Four elements of two bytes, four of one.
 FOVEA_INLINE uint16x4_t load_halves(const void* p) {
   uint16x4_t bits;

@@ -59,10 +59,14 @@ typedef std::int16_t IntPairs __attribute__((vector_size(16)));
 FOVEA_INLINE IntVec broadcast_int(std::int32_t x) { return IntVec{x, x, x, x}; }
 FOVEA_INLINE Vec to_f32(IntVec v) { return __builtin_convertvector(v, Vec); }
 FOVEA_INLINE IntVec add(IntVec a, IntVec b) { return a + b; }
-FOVEA_INLINE IntPairs broadcast_int_pair(const std::int16_t* p) {
-  std::int32_t pair;
-  __builtin_memcpy(&pair, p, sizeof pair);
-  return reinterpret_cast<IntPairs>(broadcast_int(pair));
+/// kWords int32 or pairs of int16, again and again.
+template <int kWords>
+FOVEA_INLINE IntPairs repeat_words(const void* p) {
+  std::int32_t words[kLanes];
+  for (int i = 0; i < kLanes; i += kWords) __builtin_memcpy(words + i, p, kWords * sizeof words[0]);
+  IntPairs repeated;
+  __builtin_memcpy(&repeated, words, sizeof repeated);
+  return repeated;
 }
 FOVEA_INLINE IntPairs load_int_pairs(const std::int8_t* p) {
   IntPairs v;
@@ -82,13 +86,6 @@ FOVEA_INLINE Vec sums_of_lanes(const Vec (&v)[kLanes]) {
       Vec{v[0][1], v[1][1], v[2][1], v[3][1]} + Vec{v[0][3], v[1][3], v[2][3], v[3][3]};
   return low + high;
 }
-/// Calls fn(j, c) for each column of v, as soon as it is there: lane i of c is lane j of v[i].
-/// V: Vec or IntVec.
-template <class V, class F>
-FOVEA_INLINE void for_each_column(const V (&v)[kLanes], const F& fn) {
-  for (int j = 0; j < kLanes; ++j) fn(j, V{v[0][j], v[1][j], v[2][j], v[3][j]});
-}
-
 FOVEA_INLINE float to_f32(BFloat16 x) {
   return __builtin_bit_cast(float, static_cast<std::uint32_t>(x.bits) << 16);
 }
