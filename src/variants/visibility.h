@@ -61,6 +61,20 @@ constexpr std::int64_t first_visible_position(const AttentionVariant& variant,
   return first;
 }
 
+/// Bit j: query row `query` of a draft tree sees the key of row j.
+constexpr std::uint64_t visible_drafts(const AttentionVariant& variant, std::int64_t query,
+                                       const SequenceExtent& extent) {
+  const std::uint64_t related = extent.tree[query];
+  const std::int64_t first = first_visible_position(variant, query_position(query, extent));
+  if (first <= extent.first_query) return related;
+  std::uint64_t visible = 0;
+  for (std::int64_t draft = 0; draft <= query; ++draft) {
+    const std::uint64_t bit = std::uint64_t{1} << draft;
+    if ((related & bit) != 0 && query_position(draft, extent) >= first) visible |= bit;
+  }
+  return visible;
+}
+
 /// The smallest interval with every key that query row `query` sees (under a draft tree, one with
 /// every key). Without a tree it holds no other key, and both ends never decrease from a row to the
 /// next.
@@ -71,7 +85,8 @@ constexpr KeyInterval visible_keys(const AttentionVariant& variant, std::int64_t
   const std::int64_t num_keys = extent.num_keys;
   if (extent.tree) {
     const std::int64_t context = num_keys - extent.num_queries;
-    return {std::clamp<std::int64_t>(first, 0, context), context + query + 1};
+    return {std::clamp<std::int64_t>(first, 0, std::max<std::int64_t>(context, 0)),
+            context + query + 1};
   }
   if (!variant.causal) return {std::clamp<std::int64_t>(first, 0, num_keys), num_keys};
   const std::int64_t end = std::clamp<std::int64_t>(position + 1 - extent.first_key, 0, num_keys);
@@ -147,21 +162,25 @@ constexpr TileVisibility classify_tile(const AttentionVariant& variant,
   return TileVisibility::border;
 }
 
+/// Bit i: key i of a tile, whose key `first_draft` is bit 0 of `drafts`, is one of these or comes
+/// before all of them. -64 < first_draft < 64: some key of the tile is a draft of the tree.
+constexpr std::uint64_t drafts_of_tile(std::uint64_t drafts, std::int32_t first_draft) {
+  const std::int32_t context = std::max(first_draft, 0);
+  return drafts << context >> std::max(-first_draft, 0) | ((std::uint64_t{1} << context) - 1);
+}
+
 /// Bit i: query row `query` sees key keys.begin + i. At most 64 keys.
 constexpr std::uint64_t visible_bits(const AttentionVariant& variant, std::int64_t query,
                                      const KeyInterval& keys, const SequenceExtent& extent) {
-  std::uint64_t bits = 0;
-  if (extent.tree) {
-    for (std::int64_t key = keys.begin; key < keys.end; ++key) {
-      bits |= std::uint64_t{sees(variant, query, key, extent)} << (key - keys.begin);
-    }
-    return bits;
-  }
   const KeyInterval seen = intersect(visible_keys(variant, query, extent), keys);
   if (seen.empty()) return 0;
   const auto first = static_cast<int>(seen.begin - keys.begin);
   const auto count = static_cast<int>(seen.size());
-  return ~std::uint64_t{0} >> (64 - count) << first;
+  const std::uint64_t bits = ~std::uint64_t{0} >> (64 - count) << first;
+  const std::int64_t context = extent.num_keys - extent.num_queries;
+  if (extent.tree == nullptr || context >= keys.end) return bits;
+  return bits & drafts_of_tile(visible_drafts(variant, query, extent),
+                               static_cast<std::int32_t>(context - keys.begin));
 }
 
 }  // namespace fovea

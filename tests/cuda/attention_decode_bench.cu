@@ -9,6 +9,7 @@
 
 #include "backends/cuda/sm90/attention_decode/attention_decode.h"
 #include "cuda/bench_main.h"
+#include "cuda/draft_trees.h"
 #include "cuda/timing.h"
 #include "variants/visibility.h"
 
@@ -24,6 +25,7 @@ struct Shape {
   AttentionVariant variant;
   bool sinks = false;
   CacheFormat format = CacheFormat::dense;
+  std::vector<std::uint64_t> tree;  ///< Of all query tokens; empty: none.
 
   /// Of a stored head.
   std::int64_t head_bytes() const {
@@ -92,6 +94,10 @@ class Case {
     params.query_start_loc = d_starts_.data();
     params.seq_lens = d_lens_.data();
     params.block_table = d_table_.data();
+    if (!shape.tree.empty()) {
+      d_tree_ = DeviceArray<std::uint64_t>(shape.tree);
+      params.draft_tree = d_tree_.data();
+    }
     params.block_table_stride = width;
     const std::int64_t row = std::int64_t{shape.heads} * shape.dim;
     q_ = DeviceArray<std::uint16_t>(starts_.back() * row);
@@ -162,6 +168,7 @@ class Case {
   std::vector<float> sinks_;
   std::int64_t cache_bytes_ = 0;
   DeviceArray<std::int32_t> d_starts_, d_lens_, d_table_;
+  DeviceArray<std::uint64_t> d_tree_;
   DeviceArray<std::uint16_t> q_, out_;
   DeviceArray<std::uint8_t> k_, v_;
   DeviceArray<float> lse_, d_sinks_;
@@ -196,7 +203,8 @@ double stored(const Shape& shape, float scale, const std::uint8_t* head, int d) 
 
 bool Case::is_right(std::size_t request, std::int32_t token, std::int32_t head) const {
   const std::int32_t kv_head = head / (shape.heads / shape.kv_heads);
-  const SequenceExtent extent{shape.query_lens[request], shape.seq_lens[request]};
+  SequenceExtent extent{shape.query_lens[request], shape.seq_lens[request]};
+  if (!shape.tree.empty()) extent.tree = shape.tree.data() + starts_[request];
   const KeyInterval keys = visible_keys(shape.variant, token, extent);
   const std::int64_t row = starts_[request] + token;
   const auto place = [&](std::int64_t key) {
@@ -217,6 +225,7 @@ bool Case::is_right(std::size_t request, std::int32_t token, std::int32_t head) 
     score *= params.sm_scale;
     const double cap = shape.variant.soft_cap;
     if (cap > 0) score = cap * std::tanh(score / cap);
+    if (!sees(shape.variant, token, key, extent)) score = -INFINITY;
     weight.push_back(score);
     max = std::max(max, score);
   }
@@ -294,6 +303,16 @@ int run_checks(const BenchOptions& options) {
        {.attention_chunk = 256, .soft_cap = 3.f}},
       {"many requests", 8, 2, 128, ones, lens, 16, causal}};
   std::vector<Shape> all(std::begin(shapes), std::end(shapes));
+  for (const std::int32_t query_len : {1, 5, 16, 61, 64}) {
+    for (const AttentionVariant& variant : {causal, AttentionVariant{.window_left = 40}}) {
+      Shape shape{"tree of " + std::to_string(query_len), 8, 2, 128, {query_len, 3, 1},
+                  {1333, 130, 40}, 48, variant};
+      shape.query_lens.push_back(query_len);
+      shape.seq_lens.push_back(query_len + 2);
+      shape.tree = binary_trees(shape.query_lens);
+      all.push_back(shape);
+    }
+  }
   const std::pair<CacheFormat, const char*> formats[] = {{CacheFormat::fp8_e4m3, "fp8"},
                                                         {CacheFormat::int8_per_token, "int8"},
                                                         {CacheFormat::int4_per_token, "int4"}};
@@ -301,6 +320,9 @@ int run_checks(const BenchOptions& options) {
     for (const int dim : {64, 128}) {
       Shape shape{name + (" " + std::to_string(dim)), 8, 2, dim, {1, 3}, {1333, 130}, 48};
       shape.format = format;
+      all.push_back(shape);
+      shape.name += ", tree";
+      shape.tree = binary_trees(shape.query_lens);
       all.push_back(shape);
     }
   }

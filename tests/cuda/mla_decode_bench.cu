@@ -5,6 +5,7 @@
 
 #include "backends/cuda/sm90/mla_decode/mla_decode.h"
 #include "cuda/bench_main.h"
+#include "cuda/draft_trees.h"
 #include "cuda/mla_decode_data.h"
 #include "cuda/timing.h"
 
@@ -130,6 +131,12 @@ void check_format(CacheFormat format, const std::string& name, std::uint32_t& se
   nan.window_left = 33;
   nan.with_sinks = true;
   check(nan);
+  CaseShape tree{"draft trees", 24, {5, 1, 64}, {300, 77, 101}, 64};
+  tree.tree = binary_trees(tree.query_lens);
+  tree.last_key_nan = true;
+  check(tree);
+  tree.window_left = 30;
+  check(tree);
 }
 
 void run_checks() {
@@ -197,6 +204,19 @@ void run_checks() {
     c.type = c.out_type = f16;
     c.window_left = 20;
     check_case(c, ++seed);
+  }
+  // Tiles of 16, 32 and 64 rows.
+  for (const std::int32_t query_len : {1, 7, 16, 31, 64}) {
+    for (const std::int32_t heads : {1, 4, 20}) {
+      CaseShape c{"draft trees of " + std::to_string(query_len) + ", heads " +
+                      std::to_string(heads),
+                  heads, {query_len, 1, query_len}, {300, 77, query_len + 37}, 32};
+      c.tree = binary_trees(c.query_lens);
+      check_case(c, ++seed);
+      c.window_left = 40;
+      c.last_key_nan = true;
+      check_case(c, ++seed);
+    }
   }
   CaseShape many{"many requests", 16};
   std::mt19937 random(5);

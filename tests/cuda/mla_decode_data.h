@@ -15,6 +15,7 @@
 
 #include "backends/cuda/sm90/mla_decode/params.h"
 #include "cuda/device_array.h"
+#include "variants/visibility.h"
 
 namespace fovea::cuda::test {
 
@@ -40,7 +41,8 @@ struct CaseShape {
   CacheFormat format = CacheFormat::dense;
   bool last_key_nan =
       false;  ///< Of each request with several query tokens: earlier ones are clean.
-  std::int64_t out_gap = 8;  ///< Elements between output rows.
+  std::vector<std::uint64_t> tree;  ///< Of all query tokens; empty: none.
+  std::int64_t out_gap = 8;         ///< Elements between output rows.
 
   std::int64_t out_stride() const { return kLatent + out_gap; }
 };
@@ -112,6 +114,7 @@ struct Case {
   DeviceArray<std::uint16_t> d_query;
   DeviceArray<std::uint8_t> d_cache;
   DeviceArray<std::int32_t> d_starts, d_lens, d_table;
+  DeviceArray<std::uint64_t> d_tree;
   DeviceArray<std::uint8_t> d_out;
   DeviceArray<float> d_lse, d_sinks;
   std::vector<float> sinks;
@@ -205,6 +208,7 @@ struct Case {
     d_starts = DeviceArray<std::int32_t>(starts);
     d_lens = DeviceArray<std::int32_t>(shape.seq_lens);
     d_table = DeviceArray<std::int32_t>(table);
+    d_tree = DeviceArray<std::uint64_t>(shape.tree);
     const std::size_t out_elements = std::size_t{1} * tokens * shape.heads * shape.out_stride();
     d_out = DeviceArray<std::uint8_t>(out_elements * (shape.out_type == ElementType::f32 ? 4 : 2));
     d_lse = DeviceArray<float>(std::size_t{1} * tokens * shape.heads);
@@ -217,6 +221,7 @@ struct Case {
     for (const std::int32_t n : shape.query_lens) p.max_query_len = std::max(p.max_query_len, n);
     p.query_start_loc = d_starts.data();
     p.seq_lens = d_lens.data();
+    p.draft_tree = shape.tree.empty() ? nullptr : d_tree.data();
     p.query_type = p.cache_type = shape.type;
     p.q_latent = d_query.data();
     p.q_pe = d_query.data() + kLatent;
@@ -239,8 +244,8 @@ struct Case {
     p.lse_head_stride = tokens;
     p.lse_token_stride = 1;
     p.sm_scale = 1.f / std::sqrt(192.f);
-    p.causal = shape.causal;
-    p.window_left = shape.window_left;
+    p.variant.causal = shape.causal;
+    p.variant.window_left = shape.window_left;
     d_sinks = DeviceArray<float>(sinks);
     p.sinks = shape.with_sinks ? d_sinks.data() : nullptr;
   }
@@ -259,23 +264,26 @@ inline void reference_row(const Case& c, std::int32_t token, std::int32_t head, 
   std::fill_n(out, kLatent, 0.0);
   lse = -INFINITY;
   if (r == s.seq_lens.size()) return;
-  const std::int32_t position = s.seq_lens[r] - (c.starts[r + 1] - token);
-  const std::int32_t visible = s.causal ? position + 1 : s.seq_lens[r];
-  const std::int32_t first = s.window_left < 0 ? 0 : std::max(0, position - s.window_left);
-  std::vector<double> q(kRow), score(std::max(visible, 0));
+  SequenceExtent extent{c.starts[r + 1] - c.starts[r], s.seq_lens[r]};
+  if (!s.tree.empty()) extent.tree = s.tree.data() + c.starts[r];
+  std::vector<std::int32_t> keys;
+  for (std::int32_t k = 0; k < s.seq_lens[r]; ++k) {
+    if (sees(c.params.variant, token - c.starts[r], k, extent)) keys.push_back(k);
+  }
+  std::vector<double> q(kRow), score(s.seq_lens[r]);
   const std::size_t q_at = (std::size_t{1} * token * s.heads + head) * kRow;
   for (int d = 0; d < kRow; ++d) q[d] = decode(s.type, c.query.data(), q_at + d);
   double max = -INFINITY;
-  for (std::int32_t k = first; k < visible; ++k) {
+  for (const std::int32_t k : keys) {
     double dot = 0;
     const std::int64_t at = c.row_at(r, k);
     for (int d = 0; d < kRow; ++d) dot += q[d] * c.element(at, d);
     score[k] = dot * static_cast<double>(c.params.sm_scale);
     max = std::max(max, score[k]);
   }
-  if (visible <= first) return;
+  if (keys.empty()) return;
   double sum = 0;
-  for (std::int32_t k = first; k < visible; ++k) {
+  for (const std::int32_t k : keys) {
     const double w = std::exp(score[k] - max);
     sum += w;
     const std::int64_t at = c.row_at(r, k);

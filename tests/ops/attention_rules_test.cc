@@ -26,6 +26,11 @@ class AttentionRules : public BackendTest {
     GqaProblem problem(shape, dtype());
     problem.run(ctx(), path, workers);
     problem.check();
+    if (!shape.aligned || path != AttentionPath::decode) return;
+    const DecodeSchedule schedule = problem.decode_schedule(ctx(), workers, 16);
+    AttentionDecodeParams params = problem.decode_params();
+    params.schedule = &schedule;
+    expect_fast(kAttentionDecode, params);
   }
 };
 FOVEA_FOR_EACH_BACKEND(AttentionRules);
@@ -118,7 +123,9 @@ TEST_P(AttentionRules, FollowsDraftTrees) {
     for (bool sinks : {false, true}) {
       shape.sinks = sinks;
       ++shape.seed;
+      shape.aligned = false;
       check(shape, AttentionPath::decode, 3);
+      shape.aligned = true;
       check(shape, AttentionPath::decode, 1);
     }
   }
@@ -135,25 +142,31 @@ TEST_P(AttentionRules, DraftTreesReachSixtyFourTokens) {
     shape.draft_tree.push_back(entry | 1);
   }
   shape.variant.window_left = 38;
-  check(shape, AttentionPath::decode, 2);
+  for (bool aligned : {false, true}) {
+    shape.aligned = aligned;
+    check(shape, AttentionPath::decode, 2);
+  }
 }
 
 TEST_P(AttentionRules, NaNsOfOtherBranchesStayOut) {
-  GqaShape shape;
-  shape.query_lens = {4};
-  shape.seq_lens = {40};
-  shape.draft_tree = {0b0001, 0b0011, 0b0101, 0b1101};
-  GqaProblem problem(shape, dtype());
-  problem.run_decode(ctx());
-  const Tensor clean = Tensor::empty(dtype(), {4, 4, 64});
-  copy(problem.out(), clean);
-  poison(problem.k_row(0, 37));  // Of token 1, which no other sees.
-  poison(problem.v_row(0, 37));
-  problem.run_decode(ctx());
-  for (std::int64_t t : {0, 2, 3}) {
-    EXPECT_TRUE(bits_equal(clean.view().select(0, t), problem.out().select(0, t)));
+  for (bool aligned : {false, true}) {
+    GqaShape shape;
+    shape.query_lens = {4};
+    shape.seq_lens = {40};
+    shape.draft_tree = {0b0001, 0b0011, 0b0101, 0b1101};
+    shape.aligned = aligned;
+    GqaProblem problem(shape, dtype());
+    problem.run_decode(ctx());
+    const Tensor clean = Tensor::empty(dtype(), {4, 4, 64});
+    copy(problem.out(), clean);
+    poison(problem.k_row(0, 37));  // Of token 1, which no other sees.
+    poison(problem.v_row(0, 37));
+    problem.run_decode(ctx());
+    for (std::int64_t t : {0, 2, 3}) {
+      EXPECT_TRUE(bits_equal(clean.view().select(0, t), problem.out().select(0, t)));
+    }
+    EXPECT_TRUE(all_nan(problem.out().select(0, 1)));
   }
-  EXPECT_TRUE(all_nan(problem.out().select(0, 1)));
 }
 
 TEST_P(AttentionRules, SinksFarFromTheScoresNeitherOverflowNorVanish) {  // B114
@@ -276,6 +289,31 @@ TEST_P(AttentionRules, MlaDecodeFollowsDraftTrees) {
     MlaProblem problem(shape, dtype());
     problem.run(ctx(), 3);
     problem.check();
+  }
+}
+
+TEST_P(AttentionRules, MlaDecodeOfUsualRowsFollowsDraftTrees) {
+  MlaShape shape;
+  shape.latent = 512;
+  shape.rope = 64;
+  shape.aligned = true;
+  shape.query_lens = {5, 2, 0, 3};
+  shape.seq_lens = {70, 2, 20, 100};
+  shape.draft_tree = {0b00001, 0b00011, 0b00101, 0b01101, 0b10011, 1, 2, 1, 3, 5};
+  for (std::int64_t heads : {3, 6, 20}) {
+    for (std::int64_t window : {-1, 40, 2}) {
+      shape.heads = heads;
+      shape.variant.window_left = window;
+      shape.sinks = !shape.sinks;
+      ++shape.seed;
+      MlaProblem problem(shape, dtype());
+      problem.run(ctx(), 3);
+      problem.check();
+      const DecodeSchedule schedule = problem.decode_schedule(ctx(), 3, 16);
+      MlaDecodeParams params = problem.params();
+      params.schedule = &schedule;
+      expect_fast(kMlaDecode, params);
+    }
   }
 }
 

@@ -9,6 +9,7 @@
 
 #include "fovea/error.h"
 #include "fovea/runtime.h"
+#include "ops/dispatch.h"
 #include "support/compare.h"
 #include "support/poison.h"
 
@@ -62,6 +63,12 @@ class BackendTest : public ::testing::TestWithParam<BackendAndDType> {
   double weight_rounding() const {
     const bool rounds = backend() == "scalar" || backend() == "avx512_bf16" || backend() == "cuda";
     return rounds ? 0x1p-8 : 0;
+  }
+  /// Fails where a GPU with kernels of its own would leave these operands to `plain`.
+  template <class Params>
+  void expect_fast(const Op<Params>& op, const Params& params) {
+    if (runtime_.isa() != "sm_90" || dtype() == DType::f32) return;
+    EXPECT_STREQ(select(ctx(), op, params).name, "sm90");
   }
 
  private:

@@ -39,6 +39,7 @@ struct GqaShape {
   bool wide_out = false;                  ///< out in f32 whatever the query's dtype.
   bool head_major = false;                ///< q is [N, T, Dk] seen as [T, N, Dk].
   bool one_cache = false;                 ///< K and V are columns of one cache.
+  bool aligned = false;  ///< Query and output rows begin at multiples of 16 bytes.
   double logit_stddev = 3;
   DType cache_dtype = DType::u8;  ///< u8 stands for the query's.
   std::uint64_t seed = 1;
@@ -53,11 +54,13 @@ class GqaProblem {
         cu_k_(offsets_of(shape.seq_lens)),
         tokens_(query_start_loc_.back() + shape.padding_rows),
         sm_scale_(static_cast<float>(1 / std::sqrt(static_cast<double>(shape.qk_dim)))),
-        q_memory_(shape.head_major ? PaddedTensor(dtype, {shape.heads, tokens_, shape.qk_dim})
-                                   : PaddedTensor(dtype, {tokens_, shape.heads, shape.qk_dim})),
+        q_memory_(shape.head_major
+                      ? padded_rows(dtype, {shape.heads, tokens_, shape.qk_dim}, shape.aligned)
+                      : padded_rows(dtype, {tokens_, shape.heads, shape.qk_dim}, shape.aligned)),
         q_(shape.head_major ? q_memory_.view().transpose(0, 1) : q_memory_.view()),
         sinks_(DType::f32, {shape.heads}),
-        out_(shape.wide_out ? DType::f32 : dtype, {tokens_, shape.heads, shape.v_dim}),
+        out_(padded_rows(shape.wide_out ? DType::f32 : dtype,
+                         {tokens_, shape.heads, shape.v_dim}, shape.aligned)),
         lse_(DType::f32, {shape.heads, tokens_}) {
     // Padding rows stay NaN.
     fill_normal(q_.slice(0, 0, query_start_loc_.back()), shape.seed, shape.logit_stddev);

@@ -36,6 +36,7 @@ struct MlaShape {
   double logit_stddev = 3;                ///< As real heads have: some peaked, some flat.
   DType cache_dtype = DType::u8;          ///< u8 stands for the query's.
   std::uint64_t seed = 1;
+  bool aligned = false;  ///< Query and output rows begin at multiples of 16 bytes.
 };
 
 class MlaProblem {
@@ -75,13 +76,18 @@ class MlaProblem {
     return params;
   }
 
-  /// Runs over poisoned outputs and workspace, with a plan for `workers` (0: the context's own).
-  void run(const OpContext& ctx, std::int32_t workers = 0, std::int32_t kv_tile = 16) {
+  DecodeSchedule decode_schedule(const OpContext& ctx, std::int32_t workers,
+                                 std::int32_t kv_tile) const {
     PlanTarget target = ctx.plan_target;
     if (workers > 0) target.num_workers = workers;
     target.decode_kv_tile = kv_tile;
-    const DecodeSchedule schedule = schedule_decode(query_start_loc_, shape_.seq_lens, target,
-                                                    shape_.variant, shape_.draft_tree);
+    return schedule_decode(query_start_loc_, shape_.seq_lens, target, shape_.variant,
+                           shape_.draft_tree);
+  }
+
+  /// Runs over poisoned outputs and workspace, with a plan for `workers` (0: the context's own).
+  void run(const OpContext& ctx, std::int32_t workers = 0, std::int32_t kv_tile = 16) {
+    const DecodeSchedule schedule = decode_schedule(ctx, workers, kv_tile);
     MlaDecodeParams planned = params();
     planned.schedule = &schedule;
     run_poisoned(ctx, planned, *out_, *lse_, [&] { mla_decode(ctx, planned); });
@@ -164,10 +170,8 @@ class MlaProblem {
     const std::int64_t heads = shape_.heads, latent = shape_.latent, rope = shape_.rope;
     switch (shape_.layout) {
       case QueryLayout::separate:
-        query_memory_.emplace_back(dtype_,
-                                   std::initializer_list<std::int64_t>{tokens_, heads, latent});
-        query_memory_.emplace_back(dtype_,
-                                   std::initializer_list<std::int64_t>{tokens_, heads, rope});
+        query_memory_.push_back(padded_rows(dtype_, {tokens_, heads, latent}, shape_.aligned));
+        query_memory_.push_back(padded_rows(dtype_, {tokens_, heads, rope}, shape_.aligned));
         q_latent_ = query_memory_[0];
         q_pe_ = query_memory_[1];
         break;
@@ -229,9 +233,9 @@ class MlaProblem {
   }
 
   void make_outputs() {
-    out_ = std::make_unique<PaddedTensor>(
-        shape_.wide_out ? DType::f32 : dtype_,
-        std::initializer_list<std::int64_t>{tokens_, shape_.heads, shape_.latent});
+    out_ = std::make_unique<PaddedTensor>(padded_rows(shape_.wide_out ? DType::f32 : dtype_,
+                                                      {tokens_, shape_.heads, shape_.latent},
+                                                      shape_.aligned));
     lse_ = std::make_unique<PaddedTensor>(
         DType::f32, std::initializer_list<std::int64_t>{shape_.heads, tokens_});
     sinks_ = std::make_unique<PaddedTensor>(DType::f32,

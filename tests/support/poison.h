@@ -277,4 +277,10 @@ class PaddedTensor {
   TensorView view_;
 };
 
+/// With rows that begin at multiples of 16 bytes, as fast kernels want them, or at odd places.
+inline PaddedTensor padded_rows(DType dtype, std::initializer_list<std::int64_t> shape,
+                                bool aligned) {
+  return aligned ? PaddedTensor(dtype, shape, 8, 8) : PaddedTensor(dtype, shape);
+}
+
 }  // namespace fovea::test

@@ -213,6 +213,36 @@ TEST(Visibility, BitsReachAllSixtyFourKeys) {
             std::uint64_t{1} << 63);
 }
 
+TEST(Visibility, DraftsOfATileReachAllSixtyFourKeys) {
+  constexpr std::uint64_t kAll = ~std::uint64_t{0}, kLast = std::uint64_t{1} << 63;
+  EXPECT_EQ(drafts_of_tile(kLast | 1, 0), kLast | 1);
+  EXPECT_EQ(drafts_of_tile(kLast | 2, 1), 0b101u);
+  EXPECT_EQ(drafts_of_tile(0, 63), kAll >> 1);
+  EXPECT_EQ(drafts_of_tile(1, 63), kAll);
+  EXPECT_EQ(drafts_of_tile(kLast | 1, -63), 1u);
+}
+
+TEST(Visibility, BitsOfADraftTreeReachAllSixtyFourKeys) {
+  // A chain of 64 whose last token stands 63 behind the first.
+  std::vector<std::uint64_t> tree;
+  for (int i = 0; i < 64; ++i) tree.push_back(~std::uint64_t{0} >> (63 - i));
+  SequenceExtent extent{64, 200};
+  extent.tree = tree.data();
+  for (const AttentionVariant& variant :
+       {AttentionVariant{}, {.window_left = 20}, {.window_left = 70}, {.attention_chunk = 37}}) {
+    for (std::int64_t query : {0, 1, 40, 62, 63}) {
+      for (std::int64_t begin = 40; begin <= 136; ++begin) {
+        std::uint64_t expected = 0;
+        for (std::int64_t key = begin; key < begin + 64; ++key) {
+          expected |= std::uint64_t{sees(variant, query, key, extent)} << (key - begin);
+        }
+        ASSERT_EQ(visible_bits(variant, query, {begin, begin + 64}, extent), expected)
+            << "window " << variant.window_left << ", query " << query << ", from " << begin;
+      }
+    }
+  }
+}
+
 TEST(Visibility, IntersectionIsEmptyInsideTheSecondInterval) {
   EXPECT_EQ(intersect({0, 10}, {4, 20}), (KeyInterval{4, 10}));
   EXPECT_EQ(intersect({0, 3}, {4, 20}), (KeyInterval{4, 4}));

@@ -11,8 +11,8 @@
 
 namespace fovea::cuda::sm90 {
 
-/// The scratch of a call: query_start_loc, seq_lens, the block table; behind them what the kernels
-/// plan and work in.
+/// The scratch of a call: the draft tree, query_start_loc, seq_lens, the block table; behind them
+/// what the kernels plan and work in.
 class DecodeImage {
  public:
   DecodeImage(const DecodeSchedule& schedule, const PagedKvCache& cache)
@@ -37,18 +37,23 @@ class DecodeImage {
             std::byte* scratch) const {
     auto* const words = reinterpret_cast<std::int32_t*>(scratch);
     Upload image(words, stream_of(ctx));
+    for (const std::uint64_t entry : schedule_.draft_tree) image.put(entry);
     for (const std::int32_t first : schedule_.query_start_loc) image.put(first);
     if (schedule_.device_seq_lens == nullptr) put_requests(table, image);
     image.send();
     if (schedule_.device_seq_lens && ctx.device_fault) {
-      check_lengths(ctx, schedule_, table, cache_, variant, words + num_requests() + 1);
+      check_lengths(ctx, schedule_, table, cache_, variant,
+                    words + tree_words() + num_requests() + 1);
     }
   }
   /// Tells `operands` where all that is.
   template <class Operands>
   void find(const OpContext& ctx, const BlockTableView& table, const std::byte* scratch,
             Operands& operands) const {
-    operands.query_start_loc = reinterpret_cast<const std::int32_t*>(scratch);
+    if (!schedule_.draft_tree.empty()) {
+      operands.draft_tree = reinterpret_cast<const std::uint64_t*>(scratch);
+    }
+    operands.query_start_loc = reinterpret_cast<const std::int32_t*>(scratch) + tree_words();
     operands.seq_lens = operands.query_start_loc + num_requests() + 1;
     operands.block_table = operands.seq_lens + num_requests();
     operands.block_table_stride = table_width_;
@@ -62,10 +67,11 @@ class DecodeImage {
   static constexpr std::int64_t kAlignment = 256;
 
   std::int64_t num_requests() const { return std::ssize(schedule_.seq_lens); }
+  std::int64_t tree_words() const { return 2 * std::ssize(schedule_.draft_tree); }
   std::int64_t image_bytes() const {
     // As many words for a request as `plain` has: layers size their workspace before they see the
     // cache, which may be one that only `plain` takes.
-    const std::int64_t words = 1 + num_requests() * (7 + table_width_);
+    const std::int64_t words = tree_words() + 1 + num_requests() * (7 + table_width_);
     return Workspace::rounded(words * std::int64_t{sizeof(std::int32_t)});
   }
   void put_requests(const BlockTableView& table, Upload& image) const {

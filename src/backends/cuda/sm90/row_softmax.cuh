@@ -62,6 +62,28 @@ __device__ __forceinline__ void mask(float (&score)[kKeys / 2], const RowKeys& k
   }
 }
 
+/// The lowest `count` bits, at most as many as there are.
+template <typename Bits>
+__device__ __forceinline__ Bits low_bits(std::int32_t count) {
+  return count >= static_cast<std::int32_t>(8 * sizeof(Bits)) ? ~Bits{0} : (Bits{1} << count) - 1;
+}
+/// Bit i: `begin` <= i < `end`, which may lie anywhere.
+template <typename Bits>
+__device__ __forceinline__ Bits bits_between(std::int32_t begin, std::int32_t end) {
+  return low_bits<Bits>(max(end, 0)) & ~low_bits<Bits>(max(begin, 0));
+}
+
+/// The same by bits: bit i of seen[r] is key i of the thread's row r.
+template <int kKeys, typename Bits>
+__device__ __forceinline__ void mask_unseen(float (&score)[kKeys / 2], const Bits (&seen)[2]) {
+  const int column = threadIdx.x % 4 * 2;
+  const Bits of_lane[2] = {seen[0] >> column, seen[1] >> column};
+#pragma unroll
+  for (int i = 0; i < kKeys / 2; ++i) {
+    if ((of_lane[i / 2 % 2] >> (i / 4 * 8 + i % 2) & 1) == 0) score[i] = -INFINITY;
+  }
+}
+
 /// Scaled scores s become cap * tanh(s / cap), in log2 units.
 template <int kKeys>
 __device__ __forceinline__ void cap_scores(float (&score)[kKeys / 2], float sm_scale, float cap) {

@@ -27,12 +27,13 @@ __device__ __forceinline__ uint4 query_piece(const std::uint16_t* row, int piece
   }
 }
 
-/// Queries of a job to shared memory. Rows that do not exist, and channels past the last, are
-/// zeros. Run by all threads.
+/// Queries of a job, and what they see, to shared memory. Rows that do not exist, and channels past
+/// the last, are zeros. Run by all threads.
 template <typename W>
 __device__ __forceinline__ void load_query(const KernelParams& k, const JobRows& rows,
                                            SharedMemory<W>& s) {
   __syncthreads();  // What merged the job before may still be read.
+  if (threadIdx.x < kRows) s.seen[threadIdx.x] = rows.seen(threadIdx.x);
   for (int i = threadIdx.x; i < kRows * W::kPieces; i += kThreads) {
     const int row = i / W::kPieces, piece = i % W::kPieces;
     uint4 value{0, 0, 0, 0};
@@ -47,6 +48,9 @@ __device__ __forceinline__ void load_query(const KernelParams& k, const JobRows&
   __syncthreads();
 }
 
+/// Of a slice's keys, those that a lane's two rows see: bit i is key i.
+using SeenBits = std::uint32_t[2];
+
 template <typename W>
 struct Attention {
   using T = typename W::T;
@@ -55,31 +59,26 @@ struct Attention {
   static constexpr int kColumns = W::kCodeBytes / 16;  ///< Of 16 bytes, of a row of codes.
 
   const KernelParams& k;
-  const JobRows& rows;
+  const SeenKeys* const seen_keys;              ///< Of the lane's first row; the second is 8 on.
   const std::int32_t loaded_begin, loaded_end;  ///< Keys that were copied.
+  const std::int32_t first_draft;               ///< As loaded_end without a draft tree.
   const int lane = threadIdx.x % 32;
-  std::int32_t begin[2], end[2];          ///< Keys that the lane's rows see.
-  std::int32_t any_begin, any_end;        ///< Some row of the job sees them.
+  std::int32_t any_begin, any_end;        ///< Some row of the job sees them; a draft perhaps none.
   std::int32_t common_begin, common_end;  ///< Every row does.
   Softmax softmax;
   OutputFragment<W> out = {};
 
-  __device__ Attention(const KernelParams& k, const JobRows& rows, const JobShare& share)
+  __device__ Attention(const KernelParams& k, const JobShare& share, const SharedMemory<W>& s)
       : k(k),
-        rows(rows),
+        seen_keys(&s.seen[threadIdx.x % 32 / 4]),
         loaded_begin(k.shape.first_key(share.seq_len, share.query_len)),
-        loaded_end(share.seq_len) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const KeyInterval seen = rows.visible(lane / 4 + 8 * r);
-      begin[r] = static_cast<std::int32_t>(seen.begin);
-      end[r] = static_cast<std::int32_t>(seen.end);
-    }
-    // Neither end decreases from a row to the next.
-    any_begin = __shfl_sync(~0u, begin[0], 0);
-    any_end = __shfl_sync(~0u, end[1], 31);
-    common_begin = __shfl_sync(~0u, begin[1], 31);
-    common_end = __shfl_sync(~0u, end[0], 0);
+        loaded_end(share.seq_len),
+        first_draft(share.seq_len - (k.op.draft_tree != nullptr ? share.query_len : 0)) {
+    // The ends never decrease from a row to the next; nor do beginnings, but under a tree.
+    any_end = s.seen[kRows - 1].end;
+    common_end = min(s.seen[0].end, first_draft);
+    any_begin = __reduce_min_sync(~0u, s.seen[lane % kRows].begin);
+    common_begin = __reduce_max_sync(~0u, s.seen[lane % kRows].begin);
   }
 
   /// S = Q K^T of rows of T.
@@ -178,14 +177,15 @@ struct Attention {
   }
 
   /// Scores of keys from `first` on become weights; earlier outputs follow.
-  __device__ __forceinline__ void weigh(float (&score)[8], std::int32_t first) {
+  __device__ __forceinline__ void weigh(float (&score)[8], std::int32_t first, SeenBits& seen) {
     float scale = k.op.sm_scale * kLog2e;
     if (k.op.variant.soft_cap > 0.f) {
       cap_scores<kKeys>(score, k.op.sm_scale, k.op.variant.soft_cap);
       scale = 1.f;
     }
     if (first < common_begin || first + kKeys > common_end) {
-      mask<kKeys>(score, {{begin[0] - first, begin[1] - first}, {end[0] - first, end[1] - first}});
+      find_seen(first, seen);
+      mask_unseen<kKeys>(score, seen);
     }
     const float2 factor = softmax.weigh<kKeys>(score, scale);
     if (!__any_sync(~0u, factor.x != 1.f || factor.y != 1.f)) return;
@@ -200,33 +200,35 @@ struct Attention {
     if constexpr (Heads::kQuantized) {
       float score[2][8] = {};
       add_code_scores(score, query, keys);
-      weigh_halves(score, slice, first);
-      if constexpr (std::is_same_v<Heads, Fp8Heads>) clean_codes(slice.v, first);
+      SeenBits seen;
+      weigh_halves(score, slice, first, seen);
+      if constexpr (std::is_same_v<Heads, Fp8Heads>) clean_codes(slice.v, first, seen);
       add_code_outputs(score, values);
     } else {
       float score[8] = {};
       add_scores(score, query, keys);
-      weigh(score, first);
-      clean_values(slice.v, first);
+      SeenBits seen;
+      weigh(score, first, seen);
+      clean_values(slice.v, first, seen);
       add_outputs(score, values);
     }
   }
 
   /// Scores of a head's halves become weights for them: scales multiply both, not channels.
   __device__ __forceinline__ void weigh_halves(float (&score)[2][8], const Slice<W>& slice,
-                                               std::int32_t first) {
+                                               std::int32_t first, SeenBits& seen) {
     float weight[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float2 scales = scales_of(slice.k, i, k.op.k_scale);
       weight[i] = score[0][i] * scales.x + score[1][i] * scales.y;
     }
-    weigh(weight, first);
+    weigh(weight, first, seen);
     const bool hides = hides_keys(first);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       // A key that a row does not see weighs nothing, whatever its scales are.
-      const bool hidden = hides && !sees(i / 2 % 2, first + key_of(i));
+      const bool hidden = hides && !has_bit(seen[i / 2 % 2], key_of(i));
       const float2 scales = scales_of(slice.v, i, k.op.v_scale);
       score[0][i] = hidden ? 0.f : weight[i] * scales.x;
       score[1][i] = hidden ? 0.f : weight[i] * scales.y;
@@ -243,18 +245,30 @@ struct Attention {
     return {scales.x * Heads::kUnit, scales.y * Heads::kUnit};
   }
 
+  /// What the lane's rows see of a slice that some row does not see in full.
+  __device__ __forceinline__ void find_seen(std::int32_t first, SeenBits& seen) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const SeenKeys& of_row = seen_keys[8 * r];
+      seen[r] = bits_between<std::uint32_t>(of_row.begin - first, of_row.end - first);
+      if (k.op.draft_tree == nullptr || first + kKeys <= first_draft) continue;
+      seen[r] &= static_cast<std::uint32_t>(drafts_of_tile(of_row.drafts, first_draft - first));
+    }
+  }
+  static __device__ __forceinline__ bool has_bit(std::uint32_t bits, int i) {
+    return (bits >> i & 1) != 0;
+  }
+
   /// Some row does not see some key of the slice that was copied.
   __device__ __forceinline__ bool hides_keys(std::int32_t first) const {
     return max(first, loaded_begin) < common_begin || min(first + kKeys, loaded_end) > common_end;
-  }
-  __device__ __forceinline__ bool sees(int r, std::int32_t key) const {
-    return key >= begin[r] && key < end[r];
   }
 
   /// Zeros, before a product, values that some row does not see and that would spoil it: of keys
   /// that no row of the job sees all, of others what is not finite, once it is in the outputs of
   /// rows that see it. Keys that were not copied are zeros.
-  __device__ __forceinline__ void clean_values(Rows<W>& values, std::int32_t first) {
+  __device__ __forceinline__ void clean_values(Rows<W>& values, std::int32_t first,
+                                               const SeenBits& seen) {
     if (!hides_keys(first)) return;
     bool bad = false;
     auto* pieces = reinterpret_cast<uint4*>(values);
@@ -273,7 +287,7 @@ struct Attention {
         for (int j = 0; j < W::kDim / 8; ++j) {
           const auto word = *reinterpret_cast<const std::uint32_t*>(
               &values[i][piece_offset(i, j) + lane % 4 * 4]);
-          add_not_finite<T>(word, sees(0, first + i), sees(1, first + i), out + 4 * j);
+          add_not_finite<T>(word, has_bit(seen[0], i), has_bit(seen[1], i), out + 4 * j);
         }
       }
       __syncwarp();
@@ -284,7 +298,7 @@ struct Attention {
 
   /// The same of codes of e4m3, of which only NaN is not finite.
   __device__ __forceinline__ void clean_codes(std::uint8_t (&values)[kKeys][W::kRowBytes],
-                                              std::int32_t first) {
+                                              std::int32_t first, const SeenBits& seen) {
     if (!hides_keys(first)) return;
     constexpr int kWords = W::kCodeBytes / 4;
     const auto word_at = [&](int row, int word) -> std::uint32_t& {
@@ -314,8 +328,8 @@ struct Attention {
           for (int n = 0; n < 4; ++n) {
             if ((nans >> (8 * n) & 0x80) == 0) continue;
             float* at = out + 4 * (column * 2 + n % 2) + n / 2;
-            if (sees(0, first + i)) at[0] = NAN;
-            if (sees(1, first + i)) at[2] = NAN;
+            if (has_bit(seen[0], i)) at[0] = NAN;
+            if (has_bit(seen[1], i)) at[2] = NAN;
           }
         }
       }

@@ -52,6 +52,13 @@ struct Slice {
   std::uint8_t v[kKeys][W::kRowBytes];
 };
 
+/// What a row sees: keys [begin, end), under a draft tree of the drafts only those whose bits are
+/// set.
+struct alignas(16) SeenKeys {
+  std::int32_t begin, end;
+  std::uint64_t drafts;
+};
+
 template <typename W>
 struct SharedMemory {
   Slice<W> ring[kWarps][W::kStages];
@@ -59,6 +66,7 @@ struct SharedMemory {
     std::uint8_t q[kRows][W::kDim * 2];  ///< Of the job, as Rows of tiles.
     float4 merge[2][W::kDim / 8][32];    ///< Outputs of two warps at its end, in fragment order.
   };
+  SeenKeys seen[kRows];
   float max[kWarps][kRows];
   float sum[kWarps][kRows];
   bool last_arriver;
@@ -97,6 +105,7 @@ struct JobRows {
       : k(k),
         query_begin(share.query_begin),
         extent{.num_queries = share.query_len, .num_keys = share.seq_len} {
+    if (k.op.draft_tree != nullptr) extent.tree = k.op.draft_tree + share.query_begin;
     first_row = share.job * kRows;
     num_rows = min(kRows, share.query_len * k.shape.heads - first_row);
   }
@@ -108,8 +117,12 @@ struct JobRows {
   __device__ std::int32_t head(std::int32_t row) const {
     return k.kv_head() * k.shape.heads + (first_row + row) % k.shape.heads;
   }
-  __device__ KeyInterval visible(std::int32_t row) const {
-    return visible_keys(k.op.variant, token(min(row, num_rows - 1)), extent);
+  /// Rows that do not exist see what the last one does.
+  __device__ SeenKeys seen(std::int32_t row) const {
+    const std::int32_t query = token(min(row, num_rows - 1));
+    const KeyInterval keys = visible_keys(k.op.variant, query, extent);
+    return {static_cast<std::int32_t>(keys.begin), static_cast<std::int32_t>(keys.end),
+            extent.tree ? visible_drafts(k.op.variant, query, extent) : 0};
   }
 };
 

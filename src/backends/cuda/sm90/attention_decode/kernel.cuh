@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads, W::kBlocksPerMultiprocessor)
     const JobRows rows(k, share);
     load_query<W>(k, rows, s);
     const std::uint32_t query = ptx::shared_address(s.q);
-    Attention<W> attention(k, rows, share);
+    Attention<W> attention(k, share, s);
     for (std::int32_t t = 0; t < share.tiles; ++t) {
       ptx::wait_for_groups<W::kStages - 2>();
       __syncwarp();  // The slice is here, and the one before it is not read any more.

@@ -9,7 +9,6 @@ namespace {
 
 /// What the kernel has no code for. The rest is attention_decode_sm90_declines's.
 const char* why_not(const AttentionDecodeParams& p) {
-  if (!p.schedule->draft_tree.empty()) return "draft trees are not taken";
   if (p.q.strides[2] != 1 || p.out.strides[2] != 1) {
     return "query and output rows must have unit innermost strides";
   }

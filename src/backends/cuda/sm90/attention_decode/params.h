@@ -22,6 +22,8 @@ struct DecodeParams {
 
   const std::int32_t* query_start_loc = nullptr;  ///< [num_requests + 1]
   const std::int32_t* seq_lens = nullptr;         ///< [num_requests], query tokens included.
+  /// Optional [query tokens]: SequenceExtent::tree of each request at its first token's place.
+  const std::uint64_t* draft_tree = nullptr;
 
   ElementType type = ElementType::bf16;  ///< Of q, and of blocks that are dense.
   const void* q = nullptr;               ///< [rows, N, Dk], unit innermost stride.

@@ -58,6 +58,13 @@ struct Job {
   std::int32_t slot;                   ///< Of the partial result, otherwise.
 };
 
+/// What a query row sees: keys [begin, end), under a draft tree of the drafts only those whose bits
+/// are set.
+struct alignas(16) SeenKeys {
+  std::int32_t begin, end;
+  std::uint64_t drafts;
+};
+
 /// Where the partial results of a job that several groups share lie, of one row tile.
 struct Pieces {
   std::int32_t count;
@@ -82,7 +89,7 @@ __host__ __device__ inline split_kv::ScheduleShape schedule_shape(const MlaDecod
   return {.num_groups = g.num_groups,
           .heads = op.num_heads,
           .rows_per_job = g.rows * g.row_tiles_per_group,
-          .window_left = op.window_left,
+          .window_left = static_cast<std::int32_t>(op.variant.window_left),
           .attention_chunk = 0};
 }
 
@@ -184,7 +191,7 @@ struct SharedMemory {
   float warp_max[2][4][kRows];
   std::uint64_t full[kSlots];
   std::uint64_t empty[kSlots];
-  std::uint8_t query_of_row[kRows];  ///< Its query token less the first row's.
+  SeenKeys seen[kRows];
   Handover<kRows> handover;
 
   /// Run by all threads; each warp has a few of the barriers.

@@ -14,7 +14,6 @@ using Operands = cuda::MlaDecodeParams;
 /// What the kernel has no code for. The rest is mla_decode_sm90_declines's.
 const char* why_not(const fovea::MlaDecodeParams& p) {
   if (p.q_latent.dtype == DType::f8e4m3fn) return "FP8 queries are not taken";
-  if (!p.schedule->draft_tree.empty()) return "draft trees are not taken";
   if (p.variant.attention_chunk > 0) return "attention chunks are not taken";
   if (p.variant.soft_cap > 0) return "soft caps are not taken";
   if (p.q_latent.strides[2] != 1 || p.q_pe.strides[2] != 1 || p.out.strides[2] != 1) {
@@ -66,11 +65,11 @@ Operands operands_of(const fovea::MlaDecodeParams& p) {
   o.lse_head_stride = p.lse.strides[0];
   o.lse_token_stride = p.lse.strides[1];
   o.sm_scale = p.sm_scale;
-  o.causal = p.variant.causal;
+  o.variant = p.variant;
   // A window as long as every sequence hides nothing; longer ones may not fit.
-  const bool hides =
-      p.variant.window_left < DecodeImage(*p.schedule, cache).longest();
-  o.window_left = hides ? static_cast<std::int32_t>(p.variant.window_left) : -1;
+  if (o.variant.window_left >= DecodeImage(*p.schedule, cache).longest()) {
+    o.variant.window_left = -1;
+  }
   o.sinks = static_cast<const float*>(p.sinks.data);
   return o;
 }

@@ -9,6 +9,7 @@
 
 #include "backends/cuda/sm90/cache_format.h"
 #include "backends/cuda/sm90/element_type.h"
+#include "fovea/attention_variant.h"
 
 namespace fovea::cuda {
 
@@ -26,6 +27,8 @@ struct MlaDecodeParams {
 
   const std::int32_t* query_start_loc = nullptr;  ///< [num_requests + 1]
   const std::int32_t* seq_lens = nullptr;         ///< [num_requests], query tokens included.
+  /// Optional [query tokens]: SequenceExtent::tree of each request at its first token's place.
+  const std::uint64_t* draft_tree = nullptr;
 
   ElementType query_type = ElementType::bf16;
   const void* q_latent = nullptr;  ///< [num_tokens, N, L], unit innermost stride.
@@ -57,9 +60,7 @@ struct MlaDecodeParams {
   std::int64_t lse_token_stride = 0;
 
   float sm_scale = 0.f;
-  bool causal = true;  ///< Inside the query block; false: every query token sees all seq_len keys.
-  /// The query at position p sees keys from p - window_left on; negative: all.
-  std::int32_t window_left = -1;
+  AttentionVariant variant;      ///< Without attention chunks and soft cap.
   const float* sinks = nullptr;  ///< Optional [N]: raw logits in the denominator, not in lse.
 };
 

@@ -96,7 +96,7 @@ struct QuantizedMemory {
   std::int32_t has_job;
   Steps<kStepTiles> steps;  ///< Of the job.
   Places before;            ///< Those of the jobs before.
-  std::uint8_t query_of_row[kQuantizedRows];
+  SeenKeys seen[kQuantizedRows];
   Handover<kQuantizedRows> handover;
 
   __device__ void set_visible(const VisibleKeys& v) {

@@ -13,11 +13,7 @@ __device__ void load_query_scaled(const KernelParams& k, const Job& job,
                                   QuantizedMemory<Format>& s) {
   const int lane = threadIdx.x % 32;
   const MlaDecodeParams& op = k.op;
-  if (threadIdx.x < kQuantizedRows) {
-    const int row = threadIdx.x;
-    s.query_of_row[row] =
-        static_cast<std::uint8_t>(QueryRow(k, job, row).token - QueryRow(k, job, 0).token);
-  }
+  if (threadIdx.x < kQuantizedRows) s.seen[threadIdx.x] = seen_keys(k, job, threadIdx.x);
   const bool bf16 = op.query_type == ElementType::bf16;
   // Channels 2 lane and the next of each chunk.
   const auto load = [&](int row, std::uint32_t(&word)[kChunks]) {
@@ -325,20 +321,22 @@ struct TeamScores {
   }
 
   __device__ __forceinline__ void mask(Scores& score, std::int32_t first_key, bool shown) const {
-    const std::int32_t window = k.op.window_left;
+    const Job& job = s.handover.job;
+    const bool drafts = shown && has_drafts(k, job, first_key);
+    const std::int32_t first_draft = job.seq_len - job.query_len - first_key;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
-        const std::int32_t position =
-            s.visible.first_position + s.query_of_row[8 * j + 2 * at.c + b];
-        const std::int32_t begin = window < 0 ? 0 : position - window;
-        const std::int32_t end = !shown        ? 0
-                                 : k.op.causal ? position + 1
-                                               : s.handover.job.seq_len;
+        const SeenKeys& seen = s.seen[8 * j + 2 * at.c + b];
+        const std::int32_t end = shown ? seen.end : 0;
         const std::int32_t a = first_key + key0, z = a + Format::kHighKey;
-        if (a < begin || a >= end) score[j][b] = -INFINITY;
-        if (z < begin || z >= end) score[j][2 + b] = -INFINITY;
+        if (a < seen.begin || a >= end) score[j][b] = -INFINITY;
+        if (z < seen.begin || z >= end) score[j][2 + b] = -INFINITY;
+        if (!drafts) continue;
+        const std::uint64_t bits = drafts_of_tile(seen.drafts, first_draft) >> key0;
+        if ((bits & 1) == 0) score[j][b] = -INFINITY;
+        if ((bits >> Format::kHighKey & 1) == 0) score[j][2 + b] = -INFINITY;
       }
     }
   }

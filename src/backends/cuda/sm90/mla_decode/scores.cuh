@@ -13,8 +13,7 @@ template <typename T, int kRows>
 __device__ void load_query(const KernelParams& k, const Job& job, SharedMemory<kRows>& s) {
   if (threadIdx.x % 128 < kRows) {
     const std::int32_t row = threadIdx.x % 128;
-    s.query_of_row[row] =
-        static_cast<std::uint8_t>(QueryRow(k, job, row).token - QueryRow(k, job, 0).token);
+    s.seen[row] = seen_keys(k, job, row);
   }
   load_query_rows<T, kRows, 4>(k, job, [&](int chunk) { return s.q[position_of(chunk)]; });
   ptx::wait_for_pieces();
@@ -70,6 +69,23 @@ struct Scores {
     ptx::wgmma_commit();
   }
 
+  /// Scores of drafts that a row does not see become -inf.
+  __device__ __forceinline__ void mask_drafts(float (&score)[kRows / 2],
+                                              std::int32_t first_key) const {
+    const std::int32_t first_draft = job.seq_len - job.query_len - first_key;
+    const int key = warp * 16 + g;
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) {
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        const std::uint64_t seen =
+            drafts_of_tile(s.seen[8 * j + 2 * c + b].drafts, first_draft) >> key;
+        if ((seen & 1) == 0) score[4 * j + b] = -INFINITY;
+        if ((seen >> 8 & 1) == 0) score[4 * j + 2 + b] = -INFINITY;
+      }
+    }
+  }
+
   /// Scores in log2 units; -inf where a row does not see a key.
   __device__ __forceinline__ void scale_and_mask(float (&score)[kRows / 2], std::int32_t tile) {
 #pragma unroll
@@ -77,18 +93,17 @@ struct Scores {
     const std::int32_t first_key = tile * kKeyTile;
     if (visible.whole_tile(first_key)) return;
     const std::int32_t key = first_key + warp * 16 + g;
-    const std::int32_t window = k.op.window_left < 0 ? INT32_MAX : k.op.window_left;
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j) {
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
-        const std::int32_t position = visible.first_position + s.query_of_row[8 * j + 2 * c + b];
-        const std::int32_t begin = position - window;
-        const std::int32_t end = k.op.causal ? position + 1 : job.seq_len;
+        const std::int32_t begin = s.seen[8 * j + 2 * c + b].begin;
+        const std::int32_t end = s.seen[8 * j + 2 * c + b].end;
         if (key < begin || key >= end) score[4 * j + b] = -INFINITY;
         if (key + 8 < begin || key + 8 >= end) score[4 * j + 2 + b] = -INFINITY;
       }
     }
+    if (has_drafts(k, job, first_key)) mask_drafts(score, first_key);
     ptx::named_barrier(kScoreBarrier, 128);  // All of S is there.
     zero_spoiling_keys<T>(visible, first_key,
                           [&](int chunk) { return s.ring[ring.chunk(position_of(chunk)).slot]; });

@@ -3,13 +3,13 @@
 
 #include "backends/cuda/sm90/finite.cuh"
 #include "backends/cuda/sm90/mla_decode/block.cuh"
+#include "variants/visibility.h"
 
 namespace fovea::cuda::mla {
 
 /// The keys that the rows of a tile see.
 struct VisibleKeys {
-  std::int32_t first_position;            ///< Of the first row's query token in its sequence.
-  std::int32_t any_begin, any_end;        ///< Some row sees them.
+  std::int32_t any_begin, any_end;        ///< Some row sees them; a draft perhaps none.
   std::int32_t common_begin, common_end;  ///< Every row sees them.
 
   /// Every row sees all keys of the tile that begins there.
@@ -19,18 +19,50 @@ struct VisibleKeys {
 };
 
 __device__ inline VisibleKeys visible_keys(const KernelParams& k, const Job& job) {
-  const MlaDecodeParams& op = k.op;
+  const AttentionVariant& variant = k.op.variant;
   const auto position = [&](std::int32_t row) {
     return job.seq_len - job.query_len + static_cast<std::int32_t>(QueryRow(k, job, row).token);
   };
-  const std::int32_t first = position(0), last = position(max(job.num_rows, 1) - 1);
-  VisibleKeys v{first, 0, job.seq_len, 0, job.seq_len};
-  if (op.causal) v.any_end = last + 1, v.common_end = first + 1;
-  if (op.window_left >= 0) {
-    v.any_begin = first - op.window_left;
-    v.common_begin = last - op.window_left;
+  std::int32_t first = position(0), last = position(max(job.num_rows, 1) - 1);
+  VisibleKeys v{0, job.seq_len, 0, job.seq_len};
+  if (variant.causal) v.any_end = last + 1, v.common_end = first + 1;
+  if (k.op.draft_tree != nullptr) {  // Where in it rows stand is not looked up.
+    v.common_end = first = job.seq_len - job.query_len;
+    last = job.seq_len - 1;
+  }
+  if (variant.window_left >= 0) {
+    const auto window = static_cast<std::int32_t>(variant.window_left);
+    v.any_begin = first - window;
+    v.common_begin = last - window;
   }
   return v;
+}
+
+/// Rows that do not exist see what the last one does.
+__device__ inline SeenKeys seen_keys(const KernelParams& k, const Job& job, std::int32_t row) {
+  const AttentionVariant& variant = k.op.variant;
+  const std::int32_t existing = min(row, max(job.num_rows, 1) - 1);
+  const auto token = static_cast<std::int32_t>(QueryRow(k, job, existing).token);
+  const std::int32_t context = job.seq_len - job.query_len;
+  SeenKeys seen{0, variant.causal ? context + token + 1 : job.seq_len, 0};
+  std::int32_t depth = token;
+  if (k.op.draft_tree != nullptr) {
+    SequenceExtent extent{.num_queries = job.query_len, .num_keys = job.seq_len};
+    extent.tree = k.op.draft_tree + job.query_begin;
+    const std::int32_t query = min(token, job.query_len - 1);  // The tile may have no row.
+    depth = static_cast<std::int32_t>(depth_in_tree(extent, query));
+    seen.drafts = visible_drafts(variant, query, extent);
+  }
+  if (variant.window_left >= 0) {
+    seen.begin = context + depth - static_cast<std::int32_t>(variant.window_left);
+  }
+  return seen;
+}
+
+/// Some keys of the tile that begins there are drafts of a tree.
+__device__ __forceinline__ bool has_drafts(const KernelParams& k, const Job& job,
+                                           std::int32_t first_key) {
+  return k.op.draft_tree != nullptr && first_key + kKeyTile > job.seq_len - job.query_len;
 }
 
 /// Zeros those values of a tile that would spoil outputs, for 0 * NaN is NaN: of keys that no row

@@ -38,6 +38,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
       if (threadIdx.x == 0) announce(k, s.handover);
       load_query_rows<T, kWideRows, kOutputThreads / 32>(k, job,
                                                          [&](int chunk) { return s.q[chunk]; });
+      if (threadIdx.x < kWideRows) s.seen[threadIdx.x] = seen_keys(k, job, threadIdx.x);
       ptx::wait_for_pieces();
       ptx::fence_async_proxy();
       ptx::named_barrier(kOutputBarrier, kOutputThreads);

@@ -35,17 +35,6 @@ class WideAttention {
     weights_at_ = ptx::shared_address(s.keys[kSide][kRopeChunk]) + row_of_weights * 128 +
                   ((lane / 16 ^ row_of_weights % 8) << 4);
     asm volatile("" : "+r"(weights_at_));  // Not to be found anew for every tile.
-    const std::int32_t context = job.seq_len - job.query_len;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      // Rows that do not exist see what the last one does.
-      const std::int32_t row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
-      const std::int32_t last = max(job.num_rows, 1) - 1;
-      const std::int32_t position =
-          context + static_cast<std::int32_t>(QueryRow(k, job, min(row, last)).token);
-      rows_.begin[r] = k.op.window_left < 0 ? 0 : position - k.op.window_left;
-      rows_.end[r] = k.op.causal ? position + 1 : job.seq_len;
-    }
   }
 
   /// Runs the job's key tiles; maxima and sums are in s.handover.message then.
@@ -160,16 +149,28 @@ class WideAttention {
     return fabsf(top) > (1 << 20) && top != -INFINITY;
   }
 
+  /// Scores of keys that a row does not see become -inf.
+  __device__ __forceinline__ void mask_tile(float (&score)[kKeyTile / 2],
+                                            std::int32_t first_key) const {
+    const bool drafts = has_drafts(k_, job_, first_key);
+    const std::int32_t first_draft = job_.seq_len - job_.query_len - first_key;
+    std::uint64_t seen[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const SeenKeys& of_row = s_.seen[threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r];
+      seen[r] = bits_between<std::uint64_t>(of_row.begin - first_key, of_row.end - first_key);
+      if (drafts) seen[r] &= drafts_of_tile(of_row.drafts, first_draft);
+    }
+    mask_unseen<kKeyTile>(score, seen);
+  }
+
   /// Weights of a tile from its scores, which are complete; to the other side, too. Outputs are to
   /// be multiplied by what comes back.
   __device__ __forceinline__ float2 weigh(float (&score)[kKeyTile / 2], std::int32_t tile,
                                           Weights& weights) {
     const std::int32_t first_key = tile * kKeyTile;
     const bool border = !visible_.whole_tile(first_key);
-    if (border) {
-      mask<kKeyTile>(score, RowKeys{{rows_.begin[0] - first_key, rows_.begin[1] - first_key},
-                                    {rows_.end[0] - first_key, rows_.end[1] - first_key}});
-    }
+    if (border) mask_tile(score, first_key);
     float scale = k_.op.sm_scale * kLog2e;
     float2 top = max_of_rows(score);
     top = float2{max_of_quad(top.x) * scale, max_of_quad(top.y) * scale};
@@ -325,7 +326,6 @@ class WideAttention {
   std::uint32_t (&turn_)[2];  ///< Counts the tiles of each side.
   const VisibleKeys visible_;
   std::uint32_t weights_at_;  ///< Where the lane's part of P begins: of 16 keys, then of the next.
-  RowKeys rows_;  ///< Keys that the thread's rows see.
   float2 reference_{-INFINITY, -INFINITY};  ///< Of outputs and sums (log2 units).
   float2 sum_{0.f, 0.f};                    ///< Over the thread's keys of this side's tiles.
 };

@@ -25,6 +25,7 @@ struct WideMemory {
   /// [tile][half]: the warpgroup that owns the half has read it. The other side's P is in it too.
   std::uint64_t empty[2][2];
   std::uint64_t p_full[2];
+  SeenKeys seen[kWideRows];
   Handover<kWideRows> handover;
 
   /// Run by all threads; each warp has a few of the barriers.
@@ -69,15 +70,14 @@ __device__ inline void load_pairs(const KernelParams& k, const CUtensorMap* map,
     load_half(first, map, 0, kLeft, turn[0], s, policy);
     load_half(first, map, 0, kRight, turn[0], s, policy);
     // Asked for nearly a pair ahead: the answer is here before there is room again.
-    const TileBoxes third(k, job, request, tile + 2), fourth(k, job, request, tile + 3);
+    first = TileBoxes(k, job, request, tile + 2);
     ++turn[0];
     if (tile + 1 < job.tile_end) {
       load_half(second, map, 1, kRight, turn[1], s, policy);
       load_half(second, map, 1, kLeft, turn[1], s, policy);
+      second = TileBoxes(k, job, request, tile + 3);
       ++turn[1];
     }
-    first = third;
-    second = fourth;
   }
 }
 
