@@ -33,27 +33,33 @@ struct Shape {
       case CacheFormat::dense:
         return dim * 2;
       case CacheFormat::fp8_e4m3:
+      case CacheFormat::fp8_e5m2:
         return dim;
-      case CacheFormat::int8_per_token:
-        return dim + 8;
-      default:
+      case CacheFormat::int4_per_token:
         return dim / 2 + 8;
+      default:
+        return dim + 8;
     }
   }
 };
 
-/// Heads of quantised rows: any codes (of e4m3 no NaN, and magnitudes up to 1), scales around 1/60.
+constexpr bool is_fp8(CacheFormat format) {
+  return format == CacheFormat::fp8_e4m3 || format == CacheFormat::fp8_e5m2 ||
+         format == CacheFormat::fp8_per_token;
+}
+
+/// Heads of quantised rows: any codes (FP8 finite, of magnitudes up to 2), scales around 1/60.
 __global__ void fill_heads(std::uint8_t* data, std::size_t heads, CacheFormat format,
                            int head_bytes, std::uint32_t seed) {
   for (std::size_t head = blockIdx.x; head < heads; head += gridDim.x) {
     std::uint8_t* at = data + head * head_bytes;
-    const int codes = format == CacheFormat::fp8_e4m3 ? head_bytes : head_bytes - 8;
+    const int codes = has_token_scales(format) ? head_bytes - 8 : head_bytes;
     for (int i = threadIdx.x; i < codes; i += blockDim.x) {
       std::uint64_t x = (head << 10) + i + 1 + (std::uint64_t{seed} << 50);
       x = (x ^ (x >> 31)) * 0x9e3779b97f4a7c15ull;
       x = (x ^ (x >> 29)) * 0xbf58476d1ce4e5b9ull;
       const auto byte = static_cast<std::uint8_t>(x >> 40);
-      at[i] = format == CacheFormat::fp8_e4m3 ? byte & 0xbf : byte;
+      at[i] = is_fp8(format) ? byte & 0xbf : byte;
     }
     if (codes < head_bytes && threadIdx.x < 2) {
       const float scale = format == CacheFormat::int8_per_token ? 0.01f : 0.16f;
@@ -186,16 +192,21 @@ double bf16(const std::vector<std::uint16_t>& data, std::int64_t at) {
 /// Channel `d` of the head at `head`.
 double stored(const Shape& shape, float scale, const std::uint8_t* head, int d) {
   if (shape.format == CacheFormat::dense) return decode(ElementType::bf16, head, d);
-  if (shape.format == CacheFormat::fp8_e4m3) {
-    const int exponent = head[d] >> 3 & 15, mantissa = head[d] & 7;
-    const double value =
-        exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
-    return (head[d] & 0x80 ? -value : value) * static_cast<double>(scale);
+  float of_half = scale;
+  if (is_fp8(shape.format)) {
+    if (shape.format == CacheFormat::fp8_per_token) {
+      std::memcpy(&of_half, head + shape.dim + (d < shape.dim / 2 ? 0 : 4), sizeof of_half);
+    }
+    const int bits = shape.format == CacheFormat::fp8_e5m2 ? 2 : 3;  // Of the mantissa.
+    const int bias = (1 << (6 - bits)) - 1, one = 1 << bits;
+    const int exponent = (head[d] & 0x7f) >> bits, mantissa = head[d] & (one - 1);
+    const double value = exponent == 0 ? std::ldexp(mantissa, 1 - bias - bits)
+                                       : std::ldexp(one + mantissa, exponent - bias - bits);
+    return (head[d] & 0x80 ? -value : value) * static_cast<double>(of_half);
   }
   const bool is_int8 = shape.format == CacheFormat::int8_per_token;
   const int nibble = head[d / 2] >> (d % 2 * 4) & 15;
   const int code = is_int8 ? static_cast<std::int8_t>(head[d]) : (nibble ^ 8) - 8;
-  float of_half;
   std::memcpy(&of_half, head + (is_int8 ? shape.dim : shape.dim / 2) + (d < shape.dim / 2 ? 0 : 4),
               sizeof of_half);
   return code * static_cast<double>(of_half);
@@ -314,10 +325,13 @@ int run_checks(const BenchOptions& options) {
     }
   }
   const std::pair<CacheFormat, const char*> formats[] = {{CacheFormat::fp8_e4m3, "fp8"},
+                                                        {CacheFormat::fp8_e5m2, "e5m2"},
+                                                        {CacheFormat::fp8_per_token, "fp8 token"},
                                                         {CacheFormat::int8_per_token, "int8"},
                                                         {CacheFormat::int4_per_token, "int4"}};
   for (const auto& [format, name] : formats) {
-    for (const int dim : {64, 128}) {
+    for (const int dim : {64, 128, 256}) {
+      if (dim == 256 && has_token_scales(format)) continue;
       Shape shape{name + (" " + std::to_string(dim)), 8, 2, dim, {1, 3}, {1333, 130}, 48};
       shape.format = format;
       all.push_back(shape);

@@ -227,6 +227,8 @@ void run_checks() {
   check_case(many, ++seed);
   check_format(CacheFormat::int8_per_token, "int8", seed);
   check_format(CacheFormat::fp8_e4m3, "fp8", seed);
+  check_format(CacheFormat::fp8_e5m2, "e5m2", seed);
+  check_format(CacheFormat::fp8_per_token, "fp8 token", seed);
   check_format(CacheFormat::int4_per_token, "int4", seed);
   check_format(CacheFormat::fp8_ds_mla, "ds_mla", seed);
   if (options.only.empty()) check_replay();
@@ -381,8 +383,9 @@ void run_timings() {
       {128, 128, 8192, 1, CacheFormat::fp8_e4m3}};
   std::vector<std::string> results;
   for (const TimedShape& s : shapes) {
-    constexpr const char* kFormats[] = {"bf16", "fp8_e4m3", "int8_per_token", "int4_per_token",
-                                        "fp8_ds_mla"};
+    constexpr const char* kFormats[] = {
+        "bf16", "fp8_e4m3", "fp8_e5m2", "int8_per_token", "int4_per_token", "fp8_per_token",
+        "fp8_ds_mla"};
     std::string name = std::string("mla_decode_") + kFormats[static_cast<int>(s.format)] + "_b" +
                        std::to_string(s.batch) + "_h" + std::to_string(s.heads) + "_kv" +
                        std::to_string(s.kv);

@@ -52,8 +52,10 @@ inline std::int64_t row_bytes(CacheFormat format) {
     case CacheFormat::dense:
       return 2 * kRow;
     case CacheFormat::fp8_e4m3:
+    case CacheFormat::fp8_e5m2:
       return kRow;
     case CacheFormat::int8_per_token:
+    case CacheFormat::fp8_per_token:
       return kRow + 8;
     case CacheFormat::int4_per_token:
       return kRow / 2 + 8;
@@ -63,16 +65,23 @@ inline std::int64_t row_bytes(CacheFormat format) {
   return 0;
 }
 
+inline __nv_fp8_interpretation_t fp8_of(CacheFormat format) {
+  return format == CacheFormat::fp8_e5m2 ? __NV_E5M2 : __NV_E4M3;
+}
+
 /// Random codes and scales, the latter of very different sizes. The NaN, if wanted, is in a code
 /// where the format has such codes, otherwise in the latent's scale; of fp8_ds_mla anywhere.
 inline void fill_quantized_row(CacheFormat format, std::uint8_t* row, bool nan,
                                std::mt19937& random) {
   std::normal_distribution<float> normal;
-  if (format == CacheFormat::fp8_e4m3) {
+  if (format == CacheFormat::fp8_e4m3 || format == CacheFormat::fp8_e5m2 ||
+      format == CacheFormat::fp8_per_token) {
     for (int d = 0; d < kRow; ++d) {
-      row[d] = __nv_cvt_float_to_fp8(normal(random), __NV_SATFINITE, __NV_E4M3);
+      row[d] = __nv_cvt_float_to_fp8(normal(random), __NV_SATFINITE, fp8_of(format));
     }
     if (nan) row[random() % kRow] = 0x7f;
+    const float scales[2] = {std::exp(normal(random)), std::exp(normal(random))};
+    if (format == CacheFormat::fp8_per_token) std::memcpy(row + kRow, scales, 8);
     return;
   }
   if (format == CacheFormat::fp8_ds_mla) {
@@ -184,11 +193,16 @@ struct Case {
   double element(std::int64_t row, int d) const {
     const std::uint8_t* bytes = cache.data() + row;
     if (shape.format == CacheFormat::dense) return decode(shape.type, bytes, d);
-    if (shape.format == CacheFormat::fp8_e4m3) {
-      const __half_raw half = __nv_cvt_fp8_to_halfraw(bytes[d], __NV_E4M3);
-      return double{__half2float(__half(half))} * params.cache_scale;
-    }
     float scale;
+    if (shape.format == CacheFormat::fp8_e4m3 || shape.format == CacheFormat::fp8_e5m2 ||
+        shape.format == CacheFormat::fp8_per_token) {
+      scale = params.cache_scale;
+      if (shape.format == CacheFormat::fp8_per_token) {
+        std::memcpy(&scale, bytes + kRow + (d < kLatent ? 0 : 4), 4);
+      }
+      const __half_raw half = __nv_cvt_fp8_to_halfraw(bytes[d], fp8_of(shape.format));
+      return double{__half2float(__half(half))} * scale;
+    }
     if (shape.format == CacheFormat::fp8_ds_mla) {
       if (d >= kLatent) return decode(ElementType::bf16, bytes + kLatent + 16, d - kLatent);
       std::memcpy(&scale, bytes + kLatent + d / 128 * 4, 4);

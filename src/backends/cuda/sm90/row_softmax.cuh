@@ -62,17 +62,6 @@ __device__ __forceinline__ void mask(float (&score)[kKeys / 2], const RowKeys& k
   }
 }
 
-/// The lowest `count` bits, at most as many as there are.
-template <typename Bits>
-__device__ __forceinline__ Bits low_bits(std::int32_t count) {
-  return count >= static_cast<std::int32_t>(8 * sizeof(Bits)) ? ~Bits{0} : (Bits{1} << count) - 1;
-}
-/// Bit i: `begin` <= i < `end`, which may lie anywhere.
-template <typename Bits>
-__device__ __forceinline__ Bits bits_between(std::int32_t begin, std::int32_t end) {
-  return low_bits<Bits>(max(end, 0)) & ~low_bits<Bits>(max(begin, 0));
-}
-
 /// The same by bits: bit i of seen[r] is key i of the thread's row r.
 template <int kKeys, typename Bits>
 __device__ __forceinline__ void mask_unseen(float (&score)[kKeys / 2], const Bits (&seen)[2]) {

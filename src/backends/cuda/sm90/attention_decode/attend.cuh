@@ -33,7 +33,6 @@ template <typename W>
 __device__ __forceinline__ void load_query(const KernelParams& k, const JobRows& rows,
                                            SharedMemory<W>& s) {
   __syncthreads();  // What merged the job before may still be read.
-  if (threadIdx.x < kRows) s.seen[threadIdx.x] = rows.seen(threadIdx.x);
   for (int i = threadIdx.x; i < kRows * W::kPieces; i += kThreads) {
     const int row = i / W::kPieces, piece = i % W::kPieces;
     uint4 value{0, 0, 0, 0};
@@ -45,6 +44,7 @@ __device__ __forceinline__ void load_query(const KernelParams& k, const JobRows&
     }
     *reinterpret_cast<uint4*>(&s.q[row][piece_offset(row, piece)]) = value;
   }
+  if (threadIdx.x < kRows) s.seen[threadIdx.x] = rows.seen(threadIdx.x);
   __syncthreads();
 }
 
@@ -57,11 +57,14 @@ struct Attention {
   using Heads = typename W::Heads;
   static constexpr int kSteps = W::kDim / 16;
   static constexpr int kColumns = W::kCodeBytes / 16;  ///< Of 16 bytes, of a row of codes.
+  static constexpr int kParts = std::is_same_v<T, __half> ? 2 : 1;  ///< Of a weight for codes.
+  /// The second part may be 0 or negative, so that no infinity may meet it, whoever sees it.
+  static constexpr bool kCleansAll = kParts > 1 && std::is_same_v<Heads, Fp8E5m2Heads>;
 
   const KernelParams& k;
   const SeenKeys* const seen_keys;              ///< Of the lane's first row; the second is 8 on.
   const std::int32_t loaded_begin, loaded_end;  ///< Keys that were copied.
-  const std::int32_t first_draft;               ///< As loaded_end without a draft tree.
+  const std::int32_t first_draft;               ///< Behind all keys without a draft tree.
   const int lane = threadIdx.x % 32;
   std::int32_t any_begin, any_end;        ///< Some row of the job sees them; a draft perhaps none.
   std::int32_t common_begin, common_end;  ///< Every row does.
@@ -73,7 +76,7 @@ struct Attention {
         seen_keys(&s.seen[threadIdx.x % 32 / 4]),
         loaded_begin(k.shape.first_key(share.seq_len, share.query_len)),
         loaded_end(share.seq_len),
-        first_draft(share.seq_len - (k.op.draft_tree != nullptr ? share.query_len : 0)) {
+        first_draft(k.op.draft_tree != nullptr ? share.seq_len - share.query_len : INT32_MAX) {
     // The ends never decrease from a row to the next; nor do beginnings, but under a tree.
     any_end = s.seen[kRows - 1].end;
     common_end = min(s.seen[0].end, first_draft);
@@ -108,8 +111,8 @@ struct Attention {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         std::uint32_t b[2][kPairs];
-        Heads::convert(m[i], b[0]);
-        Heads::convert(m[2 + i], b[1]);
+        Heads::template convert<T>(m[i], b[0]);
+        Heads::template convert<T>(m[2 + i], b[1]);
         float* sum = score[(column + i) * 2 / kColumns];
 #pragma unroll
         for (int n = 0; n < kPairs; n += 2) {
@@ -132,7 +135,7 @@ struct Attention {
   /// O += P V.
   __device__ __forceinline__ void add_outputs(const float (&score)[8], std::uint32_t values) {
     std::uint32_t weight[4];
-    pack_weights(score, weight);
+    pack_weights<T>(score, weight);
     const int row = lane / 8 % 2 * 8 + lane % 8;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -144,13 +147,23 @@ struct Attention {
     }
   }
 
-  /// The same of codes; weights for a head's halves apart.
-  __device__ __forceinline__ void add_code_outputs(const float (&score)[2][8],
-                                                   std::uint32_t values) {
+  /// The same of codes; weights for a head's halves apart, with scales, so in bf16. Where that is
+  /// too coarse, what it rounds away is a second weight.
+  __device__ __forceinline__ void add_code_outputs(float (&score)[2][8], std::uint32_t values) {
     constexpr int kTiles = Heads::kInterleave;
-    std::uint32_t weight[2][4];
-    pack_weights(score[0], weight[0]);
-    pack_weights(score[1], weight[1]);
+    std::uint32_t weight[kParts][2][4];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        pack_weights<__nv_bfloat16>(score[half], weight[part][half]);
+        if (part + 1 == kParts) continue;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          score[half][i] -= __bfloat162float(__float2bfloat16_rn(score[half][i]));
+        }
+      }
+    }
     const int row = lane / 8 % 2 * 8 + lane % 8;
 #pragma unroll
     for (int column = 0; column < kColumns; column += 2) {
@@ -159,21 +172,25 @@ struct Attention {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         std::uint32_t b[2][kTiles];
-        Heads::convert(m[2 * i], b[0]);
-        Heads::convert(m[2 * i + 1], b[1]);
+        Heads::template convert<__nv_bfloat16>(m[2 * i], b[0]);
+        Heads::template convert<__nv_bfloat16>(m[2 * i + 1], b[1]);
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
-          ptx::mma<T>(out + 4 * ((column + i) * kTiles + n), weight[(column + i) * 2 / kColumns],
-                      b[0][n], b[1][n]);
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) {
+            ptx::mma<__nv_bfloat16>(out + 4 * ((column + i) * kTiles + n),
+                                    weight[part][(column + i) * 2 / kColumns], b[0][n], b[1][n]);
+          }
         }
       }
     }
   }
 
+  template <typename Weight>
   static __device__ __forceinline__ void pack_weights(const float (&score)[8],
                                                       std::uint32_t (&weight)[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) weight[i] = pack<T>(score[2 * i], score[2 * i + 1]);
+    for (int i = 0; i < 4; ++i) weight[i] = pack<Weight>(score[2 * i], score[2 * i + 1]);
   }
 
   /// Scores of keys from `first` on become weights; earlier outputs follow.
@@ -201,8 +218,9 @@ struct Attention {
       float score[2][8] = {};
       add_code_scores(score, query, keys);
       SeenBits seen;
+      if constexpr (kCleansAll) seen[0] = seen[1] = ~0u;
       weigh_halves(score, slice, first, seen);
-      if constexpr (std::is_same_v<Heads, Fp8Heads>) clean_codes(slice.v, first, seen);
+      if constexpr (Heads::kMayNotBeFinite) clean_codes(slice.v, first, seen);
       add_code_outputs(score, values);
     } else {
       float score[8] = {};
@@ -220,7 +238,7 @@ struct Attention {
     float weight[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float2 scales = scales_of(slice.k, i, k.op.k_scale);
+      const float2 scales = scales_of<T>(slice.k, i, k.op.k_scale);
       weight[i] = score[0][i] * scales.x + score[1][i] * scales.y;
     }
     weigh(weight, first, seen);
@@ -229,7 +247,7 @@ struct Attention {
     for (int i = 0; i < 8; ++i) {
       // A key that a row does not see weighs nothing, whatever its scales are.
       const bool hidden = hides && !has_bit(seen[i / 2 % 2], key_of(i));
-      const float2 scales = scales_of(slice.v, i, k.op.v_scale);
+      const float2 scales = scales_of<__nv_bfloat16>(slice.v, i, k.op.v_scale);
       score[0][i] = hidden ? 0.f : weight[i] * scales.x;
       score[1][i] = hidden ? 0.f : weight[i] * scales.y;
     }
@@ -237,12 +255,14 @@ struct Attention {
 
   /// The key, of the slice, of element `i` of a score fragment.
   __device__ __forceinline__ int key_of(int i) const { return i / 4 * 8 + lane % 4 * 2 + i % 2; }
-  /// The scales of both halves of that key's head.
+  /// The scales of both halves of that key's head, for codes in `Element`.
+  template <typename Element>
   __device__ __forceinline__ float2 scales_of(const std::uint8_t (&heads)[kKeys][W::kRowBytes],
                                               int i, float of_tensor) const {
     if constexpr (Heads::kScaleBytes == 0) return {of_tensor, of_tensor};
     const auto scales = *reinterpret_cast<const float2*>(&heads[key_of(i)][W::kCodeBytes]);
-    return {scales.x * Heads::kUnit, scales.y * Heads::kUnit};
+    constexpr float kUnit = Heads::template kUnit<Element>;
+    return {scales.x * kUnit, scales.y * kUnit};
   }
 
   /// What the lane's rows see of a slice that some row does not see in full.
@@ -251,7 +271,7 @@ struct Attention {
     for (int r = 0; r < 2; ++r) {
       const SeenKeys& of_row = seen_keys[8 * r];
       seen[r] = bits_between<std::uint32_t>(of_row.begin - first, of_row.end - first);
-      if (k.op.draft_tree == nullptr || first + kKeys <= first_draft) continue;
+      if (first + kKeys <= first_draft) continue;
       seen[r] &= static_cast<std::uint32_t>(drafts_of_tile(of_row.drafts, first_draft - first));
     }
   }
@@ -296,16 +316,13 @@ struct Attention {
     __syncwarp();
   }
 
-  /// The same of codes of e4m3, of which only NaN is not finite.
+  /// The same of codes.
   __device__ __forceinline__ void clean_codes(std::uint8_t (&values)[kKeys][W::kRowBytes],
                                               std::int32_t first, const SeenBits& seen) {
-    if (!hides_keys(first)) return;
+    if (!kCleansAll && !hides_keys(first)) return;
     constexpr int kWords = W::kCodeBytes / 4;
     const auto word_at = [&](int row, int word) -> std::uint32_t& {
       return *reinterpret_cast<std::uint32_t*>(&values[row][word * 4]);
-    };
-    const auto nan_bytes = [](std::uint32_t word) {
-      return ((word & 0x7f7f7f7f) + 0x01010101) & 0x80808080;
     };
     bool bad = false;
     for (int i = lane; i < kKeys * kWords; i += 32) {
@@ -314,7 +331,7 @@ struct Attention {
       if (key < any_begin || key >= any_end) {
         word = 0;
       } else {
-        bad |= nan_bytes(word) != 0;
+        bad |= Heads::not_finite(word) != 0;
       }
     }
     if (__any_sync(~0u, bad)) {
@@ -323,20 +340,22 @@ struct Attention {
 #pragma unroll
         for (int column = 0; column < kColumns; ++column) {
           // Four channels: two tiles' columns 2 c, then two tiles' columns 2 c + 1.
-          const std::uint32_t nans = nan_bytes(word_at(i, column * 4 + lane % 4));
+          const std::uint32_t codes = word_at(i, column * 4 + lane % 4);
+          const std::uint32_t bad_codes = Heads::not_finite(codes);
 #pragma unroll
           for (int n = 0; n < 4; ++n) {
-            if ((nans >> (8 * n) & 0x80) == 0) continue;
+            if ((bad_codes >> (8 * n) & 0x80) == 0) continue;
+            const float value = Heads::value(codes >> (8 * n) & 0xff);
             float* at = out + 4 * (column * 2 + n % 2) + n / 2;
-            if (has_bit(seen[0], i)) at[0] = NAN;
-            if (has_bit(seen[1], i)) at[2] = NAN;
+            if (has_bit(seen[0], i)) at[0] += value;
+            if (has_bit(seen[1], i)) at[2] += value;
           }
         }
       }
       __syncwarp();
       for (int i = lane; i < kKeys * kWords; i += 32) {
         std::uint32_t& word = word_at(i / kWords, i % kWords);
-        word &= ~((nan_bytes(word) >> 7) * 0xff);
+        word &= ~((Heads::not_finite(word) >> 7) * 0xff);
       }
     }
     __syncwarp();

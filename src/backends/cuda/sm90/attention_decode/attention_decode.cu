@@ -43,16 +43,29 @@ Function function_of_dense(const DecodeParams& p) {
                       : function<T, 256, DenseHeads>();
 }
 
+template <typename T, typename Heads>
+Function function_of_width(const DecodeParams& p) {
+  if (p.qk_dim == 64) return function<T, 64, Heads>();
+  if constexpr (Heads::kScaleBytes == 0) {
+    if (p.qk_dim == 256) return function<T, 256, Heads>();
+  }
+  return function<T, 128, Heads>();
+}
+
 template <typename Heads>
 Function function_of_quantized(const DecodeParams& p) {
-  return p.qk_dim == 64 ? function<__nv_bfloat16, 64, Heads>()
-                        : function<__nv_bfloat16, 128, Heads>();
+  return p.type == ElementType::bf16 ? function_of_width<__nv_bfloat16, Heads>(p)
+                                     : function_of_width<__half, Heads>(p);
 }
 
 Function function_of(const DecodeParams& p) {
   switch (p.format) {
     case CacheFormat::fp8_e4m3:
-      return function_of_quantized<Fp8Heads>(p);
+      return function_of_quantized<Fp8E4m3Heads>(p);
+    case CacheFormat::fp8_e5m2:
+      return function_of_quantized<Fp8E5m2Heads>(p);
+    case CacheFormat::fp8_per_token:
+      return function_of_quantized<Fp8PerTokenHeads>(p);
     case CacheFormat::int8_per_token:
       return function_of_quantized<Int8Heads>(p);
     case CacheFormat::int4_per_token:
@@ -107,14 +120,14 @@ const char* attention_decode_sm90_declines(const DecodeParams& p) {
   if (p.type == ElementType::f32) return "queries must be bf16 or f16";
   if (std::max(p.qk_dim, p.v_dim) > 256) return "heads must have at most 256 channels";
   const bool dense = p.format == CacheFormat::dense;
+  const bool has_scales = has_token_scales(p.format);
   if ((p.qk_dim | p.v_dim) % 8 != 0) return "widths must be multiples of 8";
-  if (!dense && p.type != ElementType::bf16) return "queries over quantised heads must be bf16";
-  if (!dense && (p.qk_dim != p.v_dim || (p.qk_dim != 64 && p.qk_dim != 128))) {
-    return "quantised heads must have 64 or 128 channels";
+  if (!dense && (p.qk_dim != p.v_dim || (p.qk_dim != 64 && p.qk_dim != 128 &&
+                                         (has_scales || p.qk_dim != 256)))) {
+    return "quantised heads must have 64 or 128 channels, or 256 under one scale for the tensor";
   }
   for (const HeadRows* rows : {&p.k_cache, &p.v_cache}) {
     const std::int64_t strides = rows->head_stride | rows->row_stride | rows->block_stride;
-    const bool has_scales = !dense && p.format != CacheFormat::fp8_e4m3;
     const std::int64_t bytes = has_scales ? 8 : 16;
     if (!is_multiple(rows->data, bytes) || strides * (dense ? 2 : 1) % bytes != 0) {
       return "rows must be 16-byte aligned, those with scales 8-byte aligned";

@@ -8,6 +8,7 @@
 #include "backends/cuda/sm90/attention_decode/params.h"
 #include "backends/cuda/sm90/ptx/barrier.cuh"
 #include "backends/cuda/sm90/ptx/copy.cuh"
+#include "backends/cuda/sm90/seen_keys.cuh"
 #include "backends/cuda/sm90/split_kv/merge.cuh"
 #include "backends/cuda/sm90/split_kv/walk.cuh"
 #include "variants/visibility.h"
@@ -50,13 +51,6 @@ template <typename W>
 struct Slice {
   std::uint8_t k[kKeys][W::kRowBytes];
   std::uint8_t v[kKeys][W::kRowBytes];
-};
-
-/// What a row sees: keys [begin, end), under a draft tree of the drafts only those whose bits are
-/// set.
-struct alignas(16) SeenKeys {
-  std::int32_t begin, end;
-  std::uint64_t drafts;
 };
 
 template <typename W>

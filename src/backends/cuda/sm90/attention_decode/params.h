@@ -30,7 +30,7 @@ struct DecodeParams {
   std::int64_t q_row_stride = 0;
   std::int64_t q_head_stride = 0;
   CacheFormat format = CacheFormat::dense;
-  float k_scale = 1.f, v_scale = 1.f;  ///< Of fp8_e4m3.
+  float k_scale = 1.f, v_scale = 1.f;  ///< Of fp8_e4m3 and fp8_e5m2.
   HeadRows k_cache, v_cache;           ///< Strides of quantised formats count bytes.
   /// [num_requests, ...]; a request's entries are read only where a query sees their keys.
   const std::int32_t* block_table = nullptr;

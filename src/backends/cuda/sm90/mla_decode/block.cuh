@@ -10,6 +10,7 @@
 #include "backends/cuda/sm90/ptx/barrier.cuh"
 #include "backends/cuda/sm90/ptx/copy.cuh"
 #include "backends/cuda/sm90/ptx/wgmma.cuh"
+#include "backends/cuda/sm90/seen_keys.cuh"
 #include "backends/cuda/sm90/split_kv/merge.cuh"
 #include "backends/cuda/sm90/split_kv/rendezvous.cuh"
 #include "backends/cuda/sm90/split_kv/walk.cuh"
@@ -56,13 +57,6 @@ struct Job {
   bool whole;                          ///< The group covers all keys of the job.
   bool last;                           ///< The group has no further job.
   std::int32_t slot;                   ///< Of the partial result, otherwise.
-};
-
-/// What a query row sees: keys [begin, end), under a draft tree of the drafts only those whose bits
-/// are set.
-struct alignas(16) SeenKeys {
-  std::int32_t begin, end;
-  std::uint64_t drafts;
 };
 
 /// Where the partial results of a job that several groups share lie, of one row tile.

@@ -9,13 +9,12 @@
 namespace fovea::cuda::mla {
 
 /// Q [rows, 576] of the row tile to shared memory, chunks in travelling order; absent rows are 0.
+/// And what the rows see.
 template <typename T, int kRows>
 __device__ void load_query(const KernelParams& k, const Job& job, SharedMemory<kRows>& s) {
-  if (threadIdx.x % 128 < kRows) {
-    const std::int32_t row = threadIdx.x % 128;
-    s.seen[row] = seen_keys(k, job, row);
-  }
   load_query_rows<T, kRows, 4>(k, job, [&](int chunk) { return s.q[position_of(chunk)]; });
+  const std::int32_t row = threadIdx.x % 128;
+  if (row < kRows) s.seen[row] = seen_keys(k, job, row);
   ptx::wait_for_pieces();
 }
 
