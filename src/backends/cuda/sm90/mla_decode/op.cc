@@ -20,12 +20,6 @@ const char* why_not(const fovea::MlaDecodeParams& p) {
     return "query and output rows must have unit innermost strides";
   }
   if (p.sinks && p.sinks.strides[0] != 1) return "sinks must be contiguous";
-  const KvFormat& format = p.cache->format();
-  const bool taken = format.scales == KvScales::none ||
-                     (format.scales == KvScales::per_tensor && format.dtype == DType::f8e4m3fn) ||
-                     (format.scales == KvScales::per_token && format.dtype != DType::f8e4m3fn) ||
-                     format.scales == KvScales::ds_mla;
-  if (!taken) return "rows of fp8_e5m2 and fp8_per_token are not taken";
   return nullptr;
 }
 

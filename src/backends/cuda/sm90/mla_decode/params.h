@@ -40,7 +40,7 @@ struct MlaDecodeParams {
 
   CacheFormat cache_format = CacheFormat::dense;
   ElementType cache_type = ElementType::bf16;  ///< Of a dense cache.
-  float cache_scale = 1.f;                     ///< Of fp8_e4m3.
+  float cache_scale = 1.f;                     ///< Of fp8_e4m3 and fp8_e5m2.
   const void* cache = nullptr;  ///< [num_blocks, block_size, L + R], unit innermost stride. Strides
                                 ///< of quantised formats count bytes.
   std::int64_t num_blocks = 0;

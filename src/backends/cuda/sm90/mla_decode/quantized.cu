@@ -18,6 +18,10 @@ QuantizedKernel quantized_kernel(CacheFormat format) {
   switch (format) {
     case CacheFormat::fp8_e4m3:
       return kernel<Fp8E4m3>();
+    case CacheFormat::fp8_e5m2:
+      return kernel<Fp8E5m2>();
+    case CacheFormat::fp8_per_token:
+      return kernel<Fp8PerToken>();
     case CacheFormat::fp8_ds_mla:
       return kernel<Fp8DsMla>();
     case CacheFormat::int4_per_token:

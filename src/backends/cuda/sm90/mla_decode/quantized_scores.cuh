@@ -304,18 +304,22 @@ struct TeamScores {
       const int key = at.warp * 16 + i;
       const std::int32_t position = first_key + key;
       if (position >= s.visible.common_begin && position < s.visible.common_end) continue;
-      auto* piece = reinterpret_cast<uint4*>(raw + key * Format::kRowBytes) + at.lane;
+      std::uint8_t* from = raw + key * Format::kRowBytes + at.lane * 16;
       bool clear = position < s.visible.any_begin || position >= s.visible.any_end;
       if (!clear) {
-        const uint4 v = *piece;
-        bool nan = false;
-        for (const std::uint32_t w : {v.x, v.y, v.z, v.w}) {
-          // 0x7f in a byte, whatever its sign.
-          nan |= __vcmpeq4(w & 0x7f7f7f7f, 0x7f7f7f7f) != 0;
+        std::uint32_t word[4];
+        load_words<Format::kAlignment>(from, word);
+        bool found = false;
+        for (const std::uint32_t w : word) {
+          constexpr std::uint32_t kMask = Format::kNotFinite * 0x01010101;
+          found |= __vcmpeq4(w & kMask, kMask) != 0;
         }
-        clear = __any_sync(~0u, nan);
+        clear = __any_sync(~0u, found);
       }
-      if (clear) *piece = uint4{0, 0, 0, 0};
+      if (clear) {
+        auto* piece = reinterpret_cast<uint2*>(from);
+        piece[0] = piece[1] = uint2{0, 0};
+      }
     }
     ptx::fence_async_proxy();  // A later tile comes to the same place.
   }
@@ -476,7 +480,7 @@ struct TeamScores {
         store_ratios(raw[t], w0[t], w1[t], all_visible, ratios[t]);
       }
       if (!all_visible) {
-        if constexpr (Format::kMayBeNan) {
+        if constexpr (Format::kNotFinite != 0) {
           if (shown) clean_keys(raw[t], tile * kKeyTile);
         }
         mask(score[t], tile * kKeyTile, shown);

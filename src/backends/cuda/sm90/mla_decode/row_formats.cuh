@@ -4,7 +4,7 @@
 // A product takes 16 keys of a tile at a time, those of a k16 step of O. Which key stands at which
 // place of an operand, and which channels a lane reads, is free as long as queries, P and outputs
 // agree; the orders here make every access to raw rows free of bank conflicts, but for the values
-// of Fp8E4m3.
+// of PerTensor.
 //
 // Integer codes keep their bits and become subnormal f16, 2^-24 times an unsigned number: one
 // instruction for two of them. That number is the code and an offset, which is taken off the sums.
@@ -51,6 +51,8 @@ __device__ __forceinline__ void load_words(const std::uint8_t* from,
 struct Int8Codes {
   static constexpr float kUnit = 0x1p24f;  ///< What sums are multiplied by.
   static constexpr float kCodeOffset = 128.f, kLowOffset = 128.f, kHighOffset = -127.f;
+  /// The bits that are all set in a code that is not finite; 0: there is none.
+  static constexpr std::uint32_t kNotFinite = 0;
 
   /// K position of byte e of lane c's word.
   static __device__ int position(int c, int e) { return e % 2 * 8 + 2 * c + e / 2; }
@@ -71,6 +73,7 @@ struct Int8Codes {
 struct E4m3Codes {
   static constexpr float kUnit = 1.f;
   static constexpr float kCodeOffset = 0.f, kLowOffset = 0.f, kHighOffset = 0.f;
+  static constexpr std::uint32_t kNotFinite = 0x7f;
 
   static __device__ int position(int c, int e) { return e / 2 * 8 + 2 * c + e % 2; }
   static constexpr int kFirstPair = 0x5140, kSecondPair = 0x7362;
@@ -90,6 +93,24 @@ struct E4m3Codes {
   }
 };
 
+/// The high bytes of f16.
+struct E5m2Codes {
+  static constexpr float kUnit = 1.f;
+  static constexpr float kCodeOffset = 0.f, kLowOffset = 0.f, kHighOffset = 0.f;
+  static constexpr std::uint32_t kNotFinite = 0x7c;
+
+  static __device__ int position(int c, int e) { return Int8Codes::position(c, e); }
+  static constexpr int kFirstPair = Int8Codes::kFirstPair, kSecondPair = Int8Codes::kSecondPair;
+  static __device__ void of_key(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
+    low = word << 8 & 0xff00ff00;
+    high = word & 0xff00ff00;
+  }
+  static __device__ void of_channels(std::uint32_t word, bool, std::uint32_t& first,
+                                     std::uint32_t& second) {
+    of_key(word, first, second);
+  }
+};
+
 /// Latents of one byte a channel. Rows begin at multiples of kAlign bytes.
 template <typename Codes, int kAlign>
 struct ByteLatents {
@@ -97,6 +118,8 @@ struct ByteLatents {
   static constexpr int kStepTiles = 1;
   /// The first key of a tile's k16 step of O, which is of a warp for S.
   static __device__ int first_key(int step) { return step * 16; }
+  static constexpr std::uint32_t kNotFinite = Codes::kNotFinite;
+  static constexpr int kAlignment = kAlign;
   static constexpr float kUnit = Codes::kUnit;
   static constexpr float kCodeOffset = Codes::kCodeOffset;
   static constexpr float kLowOffset = Codes::kLowOffset, kHighOffset = Codes::kHighOffset;
@@ -164,9 +187,10 @@ struct ByteRows : ByteLatents<Codes, kAlign> {
   }
 };
 
-struct Int8PerToken : ByteRows<Int8Codes, 8> {
+/// Two scales behind the codes: of the latent and of the rope channels.
+template <typename Codes>
+struct PerToken : ByteRows<Codes, 8> {
   static constexpr int kRowBytes = 584;
-  static constexpr bool kMayBeNan = false;  ///< Codes; scales always may.
   static constexpr bool kKeyScales = true;
   static constexpr int kGroups = 1;
   /// The keys, of a step's 16, at places 2 c + e and, kHighKey further on, 2 c + e + 8.
@@ -182,10 +206,13 @@ struct Int8PerToken : ByteRows<Int8Codes, 8> {
     return *reinterpret_cast<const float*>(row + 580);
   }
 };
+using Int8PerToken = PerToken<Int8Codes>;
+using Fp8PerToken = PerToken<E4m3Codes>;
 
-struct Fp8E4m3 : ByteRows<E4m3Codes, 16> {
+/// One scale for the tensor.
+template <typename Codes>
+struct PerTensor : ByteRows<Codes, 16> {
   static constexpr int kRowBytes = 576;
-  static constexpr bool kMayBeNan = true;
   static constexpr bool kKeyScales = false;
   static constexpr int kGroups = 1;
   /// Rows are 16 banks apart: values of two of four keys meet in a bank, the least there can be.
@@ -193,10 +220,11 @@ struct Fp8E4m3 : ByteRows<E4m3Codes, 16> {
   static constexpr int kNextKey = 0;
   static __device__ int key(int c, int e) { return e * 4 + (c ^ e); }
 };
+using Fp8E4m3 = PerTensor<E4m3Codes>;
+using Fp8E5m2 = PerTensor<E5m2Codes>;
 
 struct Fp8DsMla : ByteLatents<E4m3Codes, 16> {
   static constexpr int kRowBytes = 656;
-  static constexpr bool kMayBeNan = true;
   static constexpr bool kKeyScales = true;
   static constexpr int kGroups = 4;
   /// Rows are 4 banks apart.
@@ -228,7 +256,7 @@ struct Fp8DsMla : ByteLatents<E4m3Codes, 16> {
 struct Int4PerToken {
   static constexpr int kStepTiles = 2;
   static constexpr int kRowBytes = 296;
-  static constexpr bool kMayBeNan = false;
+  static constexpr std::uint32_t kNotFinite = 0;
   static constexpr bool kKeyScales = true;
   static constexpr int kGroups = 1;
   /// Rows are 10 banks apart, modulo 32: every fourth one begins 8 banks further on. Lanes read 8
