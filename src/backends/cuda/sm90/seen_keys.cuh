@@ -11,6 +11,17 @@ struct alignas(16) SeenKeys {
   std::uint64_t drafts;
 };
 
+/// What the rows of a tile see.
+struct alignas(16) VisibleKeys {
+  std::int32_t any_begin, any_end;        ///< Some row sees them; a draft perhaps none.
+  std::int32_t common_begin, common_end;  ///< Every row sees them.
+
+  /// Every row sees keys [begin, end).
+  __device__ __forceinline__ bool are_common(std::int32_t begin, std::int32_t end) const {
+    return begin >= common_begin && end <= common_end;
+  }
+};
+
 /// The lowest `count` bits, at most as many as there are.
 template <typename Bits>
 __device__ __forceinline__ Bits low_bits(std::int32_t count) {

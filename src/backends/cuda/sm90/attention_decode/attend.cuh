@@ -27,6 +27,20 @@ __device__ __forceinline__ uint4 query_piece(const std::uint16_t* row, int piece
   }
 }
 
+/// What the rows of a job see, to shared memory. Run by one warp.
+template <typename W>
+__device__ __forceinline__ void find_visible(const KernelParams& k, const JobRows& rows,
+                                             SharedMemory<W>& s) {
+  const int lane = threadIdx.x % 32;
+  const SeenKeys seen = rows.seen(lane % kRows);
+  VisibleKeys visible{__reduce_min_sync(~0u, seen.begin), __reduce_max_sync(~0u, seen.end),
+                      __reduce_max_sync(~0u, seen.begin), __reduce_min_sync(~0u, seen.end)};
+  // Which drafts a row sees is for its bits.
+  if (k.op.draft_tree != nullptr) visible.common_end = rows.context();
+  if (lane < kRows) s.seen[lane] = seen;
+  if (lane == 0) s.visible = visible;
+}
+
 /// Queries of a job, and what they see, to shared memory. Rows that do not exist, and channels past
 /// the last, are zeros. Run by all threads.
 template <typename W>
@@ -44,7 +58,7 @@ __device__ __forceinline__ void load_query(const KernelParams& k, const JobRows&
     }
     *reinterpret_cast<uint4*>(&s.q[row][piece_offset(row, piece)]) = value;
   }
-  if (threadIdx.x < kRows) s.seen[threadIdx.x] = rows.seen(threadIdx.x);
+  if (threadIdx.x < 32) find_visible<W>(k, rows, s);
   __syncthreads();
 }
 
@@ -66,8 +80,7 @@ struct Attention {
   const std::int32_t loaded_begin, loaded_end;  ///< Keys that were copied.
   const std::int32_t first_draft;               ///< Behind all keys without a draft tree.
   const int lane = threadIdx.x % 32;
-  std::int32_t any_begin, any_end;        ///< Some row of the job sees them; a draft perhaps none.
-  std::int32_t common_begin, common_end;  ///< Every row does.
+  const VisibleKeys visible;
   Softmax softmax;
   OutputFragment<W> out = {};
 
@@ -76,13 +89,8 @@ struct Attention {
         seen_keys(&s.seen[threadIdx.x % 32 / 4]),
         loaded_begin(k.shape.first_key(share.seq_len, share.query_len)),
         loaded_end(share.seq_len),
-        first_draft(k.op.draft_tree != nullptr ? share.seq_len - share.query_len : INT32_MAX) {
-    // The ends never decrease from a row to the next; nor do beginnings, but under a tree.
-    any_end = s.seen[kRows - 1].end;
-    common_end = min(s.seen[0].end, first_draft);
-    any_begin = __reduce_min_sync(~0u, s.seen[lane % kRows].begin);
-    common_begin = __reduce_max_sync(~0u, s.seen[lane % kRows].begin);
-  }
+        first_draft(k.op.draft_tree != nullptr ? share.seq_len - share.query_len : INT32_MAX),
+        visible(s.visible) {}
 
   /// S = Q K^T of rows of T.
   __device__ __forceinline__ void add_scores(float (&score)[8], std::uint32_t query,
@@ -200,7 +208,7 @@ struct Attention {
       cap_scores<kKeys>(score, k.op.sm_scale, k.op.variant.soft_cap);
       scale = 1.f;
     }
-    if (first < common_begin || first + kKeys > common_end) {
+    if (!visible.are_common(first, first + kKeys)) {
       find_seen(first, seen);
       mask_unseen<kKeys>(score, seen);
     }
@@ -281,7 +289,7 @@ struct Attention {
 
   /// Some row does not see some key of the slice that was copied.
   __device__ __forceinline__ bool hides_keys(std::int32_t first) const {
-    return max(first, loaded_begin) < common_begin || min(first + kKeys, loaded_end) > common_end;
+    return !visible.are_common(max(first, loaded_begin), min(first + kKeys, loaded_end));
   }
 
   /// Zeros, before a product, values that some row does not see and that would spoil it: of keys
@@ -294,7 +302,7 @@ struct Attention {
     auto* pieces = reinterpret_cast<uint4*>(values);
     for (int i = lane; i < kKeys * W::kPieces; i += 32) {
       const std::int32_t key = first + i / W::kPieces;
-      if (key < any_begin || key >= any_end) {
+      if (key < visible.any_begin || key >= visible.any_end) {
         pieces[i] = uint4{0, 0, 0, 0};
       } else {
         bad |= any_not_finite<T>(pieces[i]);
@@ -328,7 +336,7 @@ struct Attention {
     for (int i = lane; i < kKeys * kWords; i += 32) {
       std::uint32_t& word = word_at(i / kWords, i % kWords);
       const std::int32_t key = first + i / kWords;
-      if (key < any_begin || key >= any_end) {
+      if (key < visible.any_begin || key >= visible.any_end) {
         word = 0;
       } else {
         bad |= Heads::not_finite(word) != 0;

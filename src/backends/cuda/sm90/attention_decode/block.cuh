@@ -61,6 +61,7 @@ struct SharedMemory {
     float4 merge[2][W::kDim / 8][32];    ///< Outputs of two warps at its end, in fragment order.
   };
   SeenKeys seen[kRows];
+  VisibleKeys visible;
   float max[kWarps][kRows];
   float sum[kWarps][kRows];
   bool last_arriver;
@@ -104,6 +105,10 @@ struct JobRows {
     num_rows = min(kRows, share.query_len * k.shape.heads - first_row);
   }
 
+  /// Keys before the query tokens'.
+  __device__ std::int32_t context() const {
+    return static_cast<std::int32_t>(extent.num_keys - extent.num_queries);
+  }
   /// Query token of row `row`, of its request.
   __device__ std::int32_t token(std::int32_t row) const {
     return (first_row + row) / k.shape.heads;

@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(kThreads, W::kBlocksPerMultiprocessor)
       __syncwarp();  // The slice is here, and the one before it is not read any more.
       loader.issue(stage == 0 ? W::kStages - 1 : stage - 1);
       const std::int32_t first = (share.first_tile + t) * kKeyTile + warp * kKeys;
-      if (first < attention.any_end && first + kKeys > attention.any_begin) {
+      const VisibleKeys& visible = attention.visible;
+      if (first < visible.any_end && first + kKeys > visible.any_begin) {
         attention.add(query, ring[stage], first);
       }
       stage = stage == W::kStages - 1 ? 0 : stage + 1;

@@ -90,7 +90,7 @@ struct Scores {
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i) score[i] *= scale;
     const std::int32_t first_key = tile * kKeyTile;
-    if (visible.whole_tile(first_key)) return;
+    if (visible.are_common(first_key, first_key + kKeyTile)) return;
     const std::int32_t key = first_key + warp * 16 + g;
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j) {

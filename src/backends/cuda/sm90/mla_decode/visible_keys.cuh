@@ -7,17 +7,6 @@
 
 namespace fovea::cuda::mla {
 
-/// The keys that the rows of a tile see.
-struct VisibleKeys {
-  std::int32_t any_begin, any_end;        ///< Some row sees them; a draft perhaps none.
-  std::int32_t common_begin, common_end;  ///< Every row sees them.
-
-  /// Every row sees all keys of the tile that begins there.
-  __device__ bool whole_tile(std::int32_t first_key) const {
-    return first_key >= common_begin && first_key + kKeyTile <= common_end;
-  }
-};
-
 __device__ inline VisibleKeys visible_keys(const KernelParams& k, const Job& job) {
   const AttentionVariant& variant = k.op.variant;
   const auto position = [&](std::int32_t row) {

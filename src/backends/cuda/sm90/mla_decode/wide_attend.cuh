@@ -169,7 +169,7 @@ class WideAttention {
   __device__ __forceinline__ float2 weigh(float (&score)[kKeyTile / 2], std::int32_t tile,
                                           Weights& weights) {
     const std::int32_t first_key = tile * kKeyTile;
-    const bool border = !visible_.whole_tile(first_key);
+    const bool border = !visible_.are_common(first_key, first_key + kKeyTile);
     if (border) mask_tile(score, first_key);
     float scale = k_.op.sm_scale * kLog2e;
     float2 top = max_of_rows(score);
