@@ -42,7 +42,7 @@ def main():
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="GFLOP/s")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.set_major_formatter("{x:.0f}")
+        axis.set_major_formatter("{x:g}")
         axis.set_minor_locator(NullLocator())
     axes.grid(linewidth=0.2)
     machine = result["machine"]

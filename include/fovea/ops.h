@@ -173,7 +173,8 @@ struct MlaDecodeParams {
   float sm_scale = 0.f;
   TensorView sinks;     ///< Optional [N] f32: raw logits that join the denominator, not the lse.
   float q_scale = 0.f;  ///< With f8e4m3fn queries: multiplies their stored values.
-  /// Optional u8 [workspace_bytes of these params without it]: prepare() has filled it.
+  /// Optional u8 [workspace_bytes of these params without it], aligned as Workspace aligns:
+  /// prepare() has filled it.
   TensorView prepared = {};
 };
 void mla_decode(const OpContext& ctx, const MlaDecodeParams& params);

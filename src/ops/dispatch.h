@@ -101,6 +101,11 @@ void prepare_with(const OpContext& ctx, const Op<Params>& op, const Params& para
               invalid_argument, "{}: prepared is {} on {}; it must be u8[{}] on {}", op.name,
               to_string(params.prepared), to_string(params.prepared.device), needed,
               to_string(ctx.memory.device));
+  const auto behind = reinterpret_cast<std::uintptr_t>(params.prepared.data) %
+                      static_cast<std::uintptr_t>(Workspace::kAlignment);
+  FOVEA_CHECK(behind == 0, invalid_argument,
+              "{}: prepared begins {} bytes behind a multiple of {}; it must begin at one", op.name,
+              behind, Workspace::kAlignment);
   implementation.prepare(ctx, params, static_cast<std::byte*>(params.prepared.data));
 }
 

@@ -45,7 +45,8 @@ class QuantizeOutput : public BackendTest {
 FOVEA_FOR_EACH_BACKEND(QuantizeOutput);
 
 TEST_P(QuantizeOutput, OneScaleForAllRowsSaturates) {  // F182, F352
-  const PaddedTensor x = make_x(40), out(DType::f8e4m3fn, {kTokens, 40});
+  constexpr std::int64_t kWidth = 1044;
+  const PaddedTensor x = make_x(kWidth), out(DType::f8e4m3fn, {kTokens, kWidth});
   for (const bool inverse : {false, true}) {
     poison(out);
     QuantizedOutput output{.out = out, .block_scale = {}};
@@ -53,8 +54,8 @@ TEST_P(QuantizeOutput, OneScaleForAllRowsSaturates) {  // F182, F352
     quantize_output(ctx(), {x, output});
     const std::vector<double> values = to_doubles(x);
     for (std::int64_t t = 0; t < kActual; ++t) {
-      for (std::int64_t d = 0; d < 40; ++d) {
-        const double value = values[static_cast<std::size_t>(t * 40 + d)];
+      for (std::int64_t d = 0; d < kWidth; ++d) {
+        const double value = values[static_cast<std::size_t>(t * kWidth + d)];
         const double code = e4m3(*out.view().ptr<std::uint8_t>({t, d}));
         EXPECT_TRUE(is_nearest(value / 0.25, code, 256,
                                [](int c) { return e4m3(static_cast<std::uint8_t>(c)); }));
@@ -66,7 +67,7 @@ TEST_P(QuantizeOutput, OneScaleForAllRowsSaturates) {  // F182, F352
 }
 
 TEST_P(QuantizeOutput, GroupsHaveTheirOwnScales) {  // F181
-  constexpr std::int64_t kWidth = 384;
+  constexpr std::int64_t kWidth = 1152;
   const PaddedTensor x = make_x(kWidth), out(DType::f8e4m3fn, {kTokens, kWidth});
   const std::vector<double> values = to_doubles(x);
   for (const std::int64_t group : {64, 128}) {
@@ -122,26 +123,26 @@ TEST_P(QuantizeOutput, ScalesMayBeStoredAsExponents) {
 }
 
 TEST_P(QuantizeOutput, Nvfp4ScalesLieInTilesAndPaddingIsZero) {  // F180
-  constexpr std::int64_t kWidth = 96, kGroups = 6;               // Padded to 8.
+  constexpr std::int64_t kWidth = 1120, kGroups = 70, kPadded = 72;
   constexpr std::int64_t kRows = 130, kRead = 129;               // Padded to 256.
   const PaddedTensor x(dtype(), {kRead, kWidth});
   fill_normal(x, 3);
   const PaddedTensor out(DType::u8, {kRows, kWidth / 2});
-  const Tensor scales = Tensor::empty(DType::f8e4m3fn, {256, 8});
+  const Tensor scales = Tensor::empty(DType::f8e4m3fn, {256, kPadded});
   const float scale = 0.0019f;  // About amax / (448 * 6), as calibration finds it.
   for (const bool inverse : {false, true}) {
     poison(out);
-    poison_bytes(scales.view().data, 256 * 8);
+    poison_bytes(scales.view().data, 256 * kPadded);
     QuantizedOutput output{.out = out, .block_scale = scales};
     (inverse ? output.inv_scale : output.scale) = inverse ? 1 / scale : scale;
     quantize_output(ctx(), {x, output});
     const std::vector<double> values = to_doubles(x);
     const auto* bytes = static_cast<const std::uint8_t*>(scales.view().data);
     for (std::int64_t t = 0; t < 256; ++t) {
-      for (std::int64_t g = 0; g < 8; ++g) {
+      for (std::int64_t g = 0; g < kPadded; ++g) {
         // [row tile][group tile][row % 32][row / 32 % 4][group % 4].
         const std::int64_t at =
-            (((t / 128 * 2 + g / 4) * 32 + t % 32) * 4 + t / 32 % 4) * 4 + g % 4;
+            (((t / 128 * (kPadded / 4) + g / 4) * 32 + t % 32) * 4 + t / 32 % 4) * 4 + g % 4;
         if (t >= kRead || g >= kGroups) {
           EXPECT_EQ(0, bytes[at]) << t << ", " << g;
           continue;

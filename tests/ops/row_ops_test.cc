@@ -34,7 +34,7 @@ class RmsNorm : public BackendTest {};
 FOVEA_FOR_EACH_BACKEND(RmsNorm);
 
 TEST_P(RmsNorm, MatchesFloat64) {
-  for (std::int64_t width : {1, 7, 64, 100, 512, 1536}) {
+  for (std::int64_t width : {1, 7, 64, 100, 512, 1536, 3072, 7175}) {
     for (std::int64_t tokens : {0, 1, 5, 33}) {
       const PaddedTensor x(dtype(), {tokens, width}), weight(dtype(), {width});
       const PaddedTensor out(dtype(), {tokens, width}, 9);

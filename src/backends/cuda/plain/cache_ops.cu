@@ -174,18 +174,17 @@ __global__ void kv_gather_kernel(const __grid_constant__ Pieces pieces,
                                  const __grid_constant__ CacheRows cache,
                                  const __grid_constant__ TensorView out) {
   const Piece& piece = pieces.of[blockIdx.x / kBlocksPerPiece];
-  const int first = blockIdx.x % kBlocksPerPiece * kWarps + threadIdx.x / 32;
-  for (int j = first; j < piece.count; j += kBlocksPerPiece * kWarps) {
-    const std::byte* row = cache.row(piece.block, piece.row + j);
-    const std::int64_t to = at(out, piece.out_row + j);
-    const bool is_copy = out.dtype == DType::u8 || (cache.head.scales == KvScales::none &&
-                                                    cache.head.dtype == out.dtype);
-    if (is_copy) {
-      const std::int64_t size = out.dtype == DType::u8 ? 1 : out.dtype == DType::f32 ? 4 : 2;
-      copy_bytes(row, static_cast<std::byte*>(out.data) + to * size, out.shape[1] * size);
-    } else {
-      decode_heads(cache.head, row, out, to);
-    }
+  const int j = blockIdx.x % kBlocksPerPiece * kWarps + threadIdx.x / 32;
+  if (j >= piece.count) return;
+  const std::byte* row = cache.row(piece.block, piece.row + j);
+  const std::int64_t to = at(out, piece.out_row + j);
+  const bool is_copy = out.dtype == DType::u8 || (cache.head.scales == KvScales::none &&
+                                                  cache.head.dtype == out.dtype);
+  if (is_copy) {
+    const std::int64_t size = out.dtype == DType::u8 ? 1 : out.dtype == DType::f32 ? 4 : 2;
+    copy_bytes(row, static_cast<std::byte*>(out.data) + to * size, out.shape[1] * size);
+  } else {
+    decode_heads(cache.head, row, out, to);
   }
 }
 

@@ -1,4 +1,4 @@
-// One simple kernel for each op: right for all operands on any GPU from compute capability 8.0.
+// A kernel for each op: right for all operands on any GPU from compute capability 8.0.
 #pragma once
 
 #include "fovea/ops.h"

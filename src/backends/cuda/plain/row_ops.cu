@@ -107,7 +107,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     merge_state_kernel(const __grid_constant__ MergeStateParams p, Divisor heads, int count) {
   const TensorView& out = p.result.out;
   const Lanes lanes(count);
-  const std::uint32_t i = (blockIdx.x * kThreads + threadIdx.x) / count;
+  // No number of threads, which may pass 2^32.
+  const std::uint32_t i = blockIdx.x * (kThreads / count) + threadIdx.x / count;
   const std::int64_t t = heads.quotient(i), n = heads.remainder(i);
   if (t >= out.shape[0]) return;
   const float prefix_lse = load_f32(p.prefix.lse, at(p.prefix.lse, n, t));
@@ -150,10 +151,12 @@ __global__ void padding_kernel(std::int64_t num_actual, TensorView out, TensorVi
 
 void rms_norm(const OpContext& ctx, const RmsNormParams& p) {
   // Few long rows in few steps, whose latencies are all there is. With 8192 rows it is 1.3 times as
-  // slow: blocks of many threads wait for their sum together.
+  // slow: blocks of many threads wait for their sum together. The order of that sum must not depend
+  // on the number of rows where bits must not.
+  const PlanTarget& target = ctx.plan_target;
   const std::int64_t rows = p.x.shape[0], steps = p.x.shape[1] / (kThreads * kTogether);
-  const bool is_few = rows <= 8 * ctx.plan_target.num_workers && steps > 2;
-  const int threads = is_few ? 4 * kThreads : kThreads;
+  const bool is_few = rows <= 8 * target.num_workers || target.batch_invariant;
+  const int threads = is_few && steps > 2 ? 4 * kThreads : kThreads;
   launch(ctx, LaunchShape{.blocks = rows, .threads = threads}, rms_norm_kernel, p);
 }
 
