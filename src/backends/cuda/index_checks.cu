@@ -19,6 +19,7 @@ struct Bounds {
   std::int64_t block_size;
   std::int64_t num_blocks;
   AttentionVariant variant;
+  bool has_tree;
 };
 
 /// A block per request. lens[r] comes as the most that it may be, queries[r] as its query tokens.
@@ -29,7 +30,9 @@ __global__ void check_lengths_kernel(Bounds bounds, const std::int32_t* queries,
   const std::int64_t most = lens[r];
   __shared__ int fits;
   if (threadIdx.x == 0) {
-    fits = is_in_range(fault, DeviceFault::Argument::seq_lens, r, keys, 0, most + 1);
+    // All tokens of a draft tree are keys of their request.
+    const std::int64_t least = bounds.has_tree && keys != 0 ? queries[r] : 0;
+    fits = is_in_range(fault, DeviceFault::Argument::seq_lens, r, keys, least, most + 1);
   }
   __syncthreads();
   if (fits) {
@@ -70,7 +73,8 @@ void check_lengths(const OpContext& ctx, const DecodeSchedule& schedule,
                 .table_width = blocks.width,
                 .block_size = cache.block_size(),
                 .num_blocks = cache.num_blocks(),
-                .variant = variant},
+                .variant = variant,
+                .has_tree = !schedule.draft_tree.empty()},
          queries, lens, ctx.device_fault);
 }
 
