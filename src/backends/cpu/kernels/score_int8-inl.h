@@ -21,12 +21,21 @@ struct WideKeys {
   std::int64_t channels;
 };
 
-/// Channels [span.begin, end) of the span's heads.
-FOVEA_INLINE void widen_keys(const KeySpan& span, std::int64_t end, WideKeys& keys) {
+/// Channels [span.begin, end) of the span's heads, which lie `head_bytes` apart. Asks for half of
+/// what comes, products for the other half: too much at once would hold up the loads here. The next
+/// heads come from L2 meanwhile.
+FOVEA_INLINE void widen_keys(const KeySpan& span, std::int64_t end, std::int64_t head_bytes,
+                             WideKeys& keys, RowsAhead& next) {
   constexpr std::int64_t kCodes = 2 * kLanes;
   keys.channels = end - span.begin;
+  RowsAhead ahead = next;  // In registers.
   for (int t = 0; t < kDotSums; ++t) {
+    ahead.ask<kWideChannels / 2>();
     const auto* codes = reinterpret_cast<const std::int8_t*>(span.heads[t]) + span.begin;
+    // Their first line is the last one here.
+    for (std::int64_t line = RowsAhead::kLine; line <= keys.channels; line += RowsAhead::kLine) {
+      __builtin_prefetch(codes + head_bytes + line, 0, 3);
+    }
     std::int16_t* to = keys.codes[t];
     std::int64_t left = keys.channels;
     for (; left >= kCodes; left -= kCodes, codes += kCodes, to += kCodes) {
@@ -40,6 +49,7 @@ FOVEA_INLINE void widen_keys(const KeySpan& span, std::int64_t end, WideKeys& ke
       __builtin_memcpy(to, &wide, sizeof wide);
     }
   }
+  next = ahead;
 }
 
 /// Sums of neighbouring blocks of lanes in pairs, those of a first.
@@ -74,7 +84,7 @@ template <int Rows>
   for (int t = 0; t < kDotSums; ++t) sums[t] = broadcast_int(0);
   RowsAhead ahead = next;  // In registers.
   for (std::int64_t c = 0; c < keys.channels; c += 2 * kWords, q += 2 * kLanes) {
-    ahead.ask<kDotSums * 2 * kWords>();
+    ahead.ask<kDotSums * kWords>();
     const IntPairs q_c = repeat_words<kLanes>(q);
 #pragma GCC unroll 16
     for (int t = 0; t < kDotSums; ++t) {
@@ -108,7 +118,7 @@ void score_int8_head(const InPlaceTile& tile, std::int64_t head, std::int64_t to
     while (span.begin < group_end) {
       const std::int64_t most = span.begin + kWideChannels;
       const std::int64_t end = group_end < most ? group_end : most;
-      widen_keys(span, end, keys);
+      widen_keys(span, end, tile.k.head_bytes, keys, next);
       const auto q_at = [&](int rows) {
         return tile.q_codes + span.row * 2 * tile.q_stride + q_channel * rows;
       };
