@@ -265,18 +265,19 @@ struct Case {
   }
 };
 
-/// Outputs [T, N, 512] and lse [N, T] in float64.
+/// Outputs [T, N, 512] and lse [N, T] in float64; by how much scores of a row [T, N] may be off.
 struct Reference {
-  std::vector<double> out, lse;
+  std::vector<double> out, lse, score_error;
 };
 
 inline void reference_row(const Case& c, std::int32_t token, std::int32_t head, double* out,
-                          double& lse) {
+                          double& lse, double& score_error) {
   const CaseShape& s = c.shape;
   std::size_t r = 0;
   while (r < s.seq_lens.size() && c.starts[r + 1] <= token) ++r;
   std::fill_n(out, kLatent, 0.0);
   lse = -INFINITY;
+  score_error = 0;
   if (r == s.seq_lens.size()) return;
   SequenceExtent extent{c.starts[r + 1] - c.starts[r], s.seq_lens[r]};
   if (!s.tree.empty()) extent.tree = s.tree.data() + c.starts[r];
@@ -287,11 +288,24 @@ inline void reference_row(const Case& c, std::int32_t token, std::int32_t head, 
   std::vector<double> q(kRow), score(s.seq_lens[r]);
   const std::size_t q_at = (std::size_t{1} * token * s.heads + head) * kRow;
   for (int d = 0; d < kRow; ++d) q[d] = decode(s.type, c.query.data(), q_at + d);
-  double max = -INFINITY;
+  // Queries meet integer codes in fixed point: each channel is off by 2^-16 of the largest at most,
+  // where errors add up by their root. Four deviations.
+  const bool fixed_point = s.format == CacheFormat::int8_per_token ||
+                           s.format == CacheFormat::int4_per_token;
+  double max = -INFINITY, largest = 0;
+  for (const double channel : q) largest = std::max(largest, std::abs(channel));
   for (const std::int32_t k : keys) {
-    double dot = 0;
+    double dot = 0, norm = 0;
     const std::int64_t at = c.row_at(r, k);
-    for (int d = 0; d < kRow; ++d) dot += q[d] * c.element(at, d);
+    for (int d = 0; d < kRow; ++d) {
+      const double element = c.element(at, d);
+      dot += q[d] * element;
+      norm += element * element;
+    }
+    if (fixed_point) {
+      score_error = std::max(score_error, 4 / std::sqrt(3.0) * 0x1p-16 * largest *
+                                              std::sqrt(norm) * double{c.params.sm_scale});
+    }
     score[k] = dot * static_cast<double>(c.params.sm_scale);
     max = std::max(max, score[k]);
   }
@@ -313,6 +327,7 @@ inline Reference reference(const Case& c) {
   const std::int64_t rows = std::int64_t{c.tokens} * c.shape.heads;
   ref.out.resize(rows * kLatent);
   ref.lse.resize(rows);
+  ref.score_error.resize(rows);
   std::vector<std::thread> threads;
   const int workers = std::max(1u, std::thread::hardware_concurrency());
   for (int w = 0; w < workers; ++w) {
@@ -321,7 +336,7 @@ inline Reference reference(const Case& c) {
         const auto token = static_cast<std::int32_t>(row / c.shape.heads);
         const auto head = static_cast<std::int32_t>(row % c.shape.heads);
         reference_row(c, token, head, &ref.out[row * kLatent],
-                      ref.lse[std::int64_t{head} * c.tokens + token]);
+                      ref.lse[std::int64_t{head} * c.tokens + token], ref.score_error[row]);
       }
     });
   }
@@ -351,7 +366,10 @@ inline bool matches(const Case& c, const Reference& ref, const std::string& what
       const double want = ref.out[row * kLatent + d];
       const double got = decode(c.shape.out_type, out.data(), row * c.shape.out_stride() + d);
       if (std::isnan(want) && std::isnan(got)) continue;
-      const double error = std::abs(got - want) / (unit * (2 * std::abs(want) + 3 * rms) + 1e-12);
+      // A score that is off by d makes a weight off by the factor e^d.
+      const double of_element = unit + ref.score_error[row];
+      const double error =
+          std::abs(got - want) / (of_element * (2 * std::abs(want) + 3 * rms) + 1e-12);
       if (!(error <= worst)) {
         worst = std::isnan(error) ? INFINITY : error;
         worst_at = row * kLatent + d;
@@ -368,7 +386,9 @@ inline bool matches(const Case& c, const Reference& ref, const std::string& what
       const double got = lse[head * c.tokens + token];
       const double error = std::isnan(want)   ? (std::isnan(got) ? 0 : INFINITY)
                            : std::isinf(want) ? (got == want ? 0 : INFINITY)
-                                              : std::abs(got - want) / (1 + std::abs(want));
+                                              : std::abs(got - want) /
+                                                    (1 + std::abs(want) +
+                                                     1e5 * ref.score_error[row]);
       if (!(error <= 1e-5)) ++bad_lse;
       if (!(error <= worst_lse)) worst_lse = error;
     }

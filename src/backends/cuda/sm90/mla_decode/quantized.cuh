@@ -118,30 +118,20 @@ __device__ __forceinline__ void compute(const KernelParams& k, QuantizedMemory<F
       const std::uint32_t turn = s.before.steps + step;
       typename TeamScores<Format>::Queries queries;
 #pragma unroll
-      for (int n = 0; n < scores.kAhead; ++n) scores.load_queries(n, queries[n]);
-      const std::int32_t first = s.steps.first_tile(step);
-      const int tiles = s.steps.tiles_of(step);
-      const std::uint32_t slot = (s.before.tiles + first) % Memory::kSlots;
-      std::uint8_t* raw[Memory::kStepTiles];
-#pragma unroll
-      for (int t = 0; t < Memory::kStepTiles; ++t) {
-        raw[t] = t < tiles ? s.ring[(slot + t) % Memory::kSlots] : raw[0];
+      for (int n = 0; !Format::kIntegers && n < scores.kAhead; ++n) {
+        scores.load_queries(n, queries[n]);
       }
       ptx::mbarrier_wait(ptx::shared_address(&s.full[turn % Memory::kArrivals]),
                          turn / Memory::kArrivals % 2);
-      auto& p = s.p[at.team][turn / kTeams % 2];
-      auto& ratios = s.ratio[at.team][turn / kTeams % 2];
-      if (scores.step(raw, tiles, queries, job.tile_begin + first, p, ratios)) {
-        scale_outputs(s.factor[at.team], at.c, out);
-      }
+      if (scores.step(step, queries)) scale_outputs(s.factor[at.team], at.c, out);
+      const int half = s.half(step);
 #pragma unroll
       for (int t = 0; t < Memory::kStepTiles; ++t) {
-        if (t > 0 && t >= tiles) break;
-        values.add(raw[t], p[t], ratios[t], out);
+        if (t > 0 && t >= s.steps.tiles_of(step)) break;
+        const std::uint32_t slot = s.slot(step, t);
+        values.add(at, s.ring[slot], s.p[at.team][half][t], s.ratio[at.team][half][t], out);
         __syncwarp();
-        if (at.lane == 0) {
-          ptx::mbarrier_arrive(ptx::shared_address(&s.empty[(slot + t) % Memory::kSlots]));
-        }
+        if (at.lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&s.empty[slot]));
       }
     }
     scores.publish();

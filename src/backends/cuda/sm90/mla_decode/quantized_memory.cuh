@@ -24,8 +24,10 @@ constexpr int kTeamTiles = kLatent / kTeamWarps / 16;  ///< M tiles of a warp's 
 constexpr int kComputeBarrier = 3;
 constexpr int kTeamBarrier = 4;
 
-/// A row of queries: 9 chunks of 64 channels, and 16 bytes so that 8 rows' pieces meet no bank.
+/// A row of f16 queries: 9 chunks of 64 channels, and 16 bytes so that 8 rows' pieces meet no bank.
 constexpr int kQueryStride = kChunks * 128 + 16;
+/// Rows of two 8-bit digits of integer queries: 128 channels of all upper and of all lower ones.
+constexpr int kDigitsBytes = 2 * kQuantizedRows * 128;
 
 /// How teams take the tiles of a job, in turn: kTiles in a step, but a single one in each of the
 /// first few where teams would have unequal shares otherwise.
@@ -57,6 +59,8 @@ struct Places {
   }
 };
 
+constexpr float kNothing = -1e30f;  ///< A reference maximum before the first visible key.
+
 template <typename Format>
 struct QuantizedMemory {
   static constexpr int kTileBytes = kKeyTile * Format::kRowBytes;
@@ -64,29 +68,30 @@ struct QuantizedMemory {
   static constexpr int kStepTiles = Format::kStepTiles;
   /// Scales of groups of channels, where a key has several.
   static constexpr int kRatios = Format::kGroups == 1 ? 1 : Format::kGroups * kKeyTile;
-  /// As many tiles as fit in 227 KB beside the rest, 9 at most.
-  static constexpr int kRest = kQuantizedRows * kQueryStride +
+  static constexpr int kQueryBytes = Format::kIntegers ? (kChunks + 1) / 2 * kDigitsBytes
+                                                       : kQuantizedRows * kQueryStride;
+  /// As many tiles as fit in 227 KB beside the rest, 8 at most.
+  static constexpr int kRest = kQueryBytes +
                                2 * kTeams * kStepTiles * (kProbabilityBytes + 2 * kRatios) + 4096;
   static constexpr int kFit = (227 * 1024 - kRest) / kTileBytes;
-  static constexpr int kSlots = kFit < 9 ? kFit : 9;
+  static constexpr int kSlots = kFit < 8 ? kFit : 8;
   /// Barriers of steps, of which the ring may have as many as tiles. A team meets every phase of
   /// its barriers: one before last would look like the next one.
   static constexpr int kArrivals = (kSlots + kTeams - 1) / kTeams * kTeams;
 
   /// P^T [16 rows][64 keys], f16, in the 128-byte swizzle. Two steps of each team in turn.
   std::uint8_t p[kTeams][2][kStepTiles][kProbabilityBytes];
-  /// f16, channels in the format's positions. At the end of a job outputs pass through it.
-  std::uint8_t q[kQuantizedRows * kQueryStride];
+  /// Channels in the format's positions: f16 [16 rows][576], or digits [channels / 128][2][16 rows]
+  /// [128] in the 128-byte swizzle. At the end of a job outputs pass through it.
+  alignas(1024) std::uint8_t q[kQueryBytes];
   alignas(16) std::uint8_t ring[kSlots][kTileBytes];
   __half ratio[kTeams][2][kStepTiles][kRatios];  ///< [group of channels][64 keys]; see key_weight.
   alignas(16) float warp_max[kTeams][4][kQuantizedRows];
   float team_sum[kTeams][4][kQuantizedRows];
   float team_offset[kTeams][4][kQuantizedRows];  ///< Of outputs, where codes have offsets.
-  float team_max[kTeams][kQuantizedRows];
+  float team_max[kTeams][kQuantizedRows];  ///< References for weights, log2 units.
   float factor[kTeams][kQuantizedRows];  ///< What a team's outputs are multiplied by.
   float output_offset[kTeams][kQuantizedRows];  ///< What is taken off them then.
-  /// Of scores, of latent and rope channels, to be scaled: of each pair of rows, twice.
-  alignas(16) float offset[2][kQuantizedRows / 2][4];
   float score_scale[kQuantizedRows];     ///< From products with the scaled query row to log2 units.
   std::uint64_t full[kArrivals];  ///< By the step's turn, modulo.
   std::uint64_t empty[kSlots];
@@ -98,6 +103,14 @@ struct QuantizedMemory {
   Places before;            ///< Those of the jobs before.
   SeenKeys seen[kQuantizedRows];
   Handover<kQuantizedRows> handover;
+
+  /// Where tile `tile` of a step lies in the ring. For one that the step lacks, the one before.
+  __device__ std::uint32_t slot(std::int32_t step, int tile) const {
+    const int of_step = tile < steps.tiles_of(step) ? tile : 0;
+    return (before.tiles + steps.first_tile(step) + of_step) % kSlots;
+  }
+  /// Which half of p and ratio a step of a team takes.
+  __device__ int half(std::int32_t step) const { return (before.steps + step) / kTeams % 2; }
 
   __device__ void set_visible(const VisibleKeys& v) {
     visible = v;
@@ -112,6 +125,12 @@ __device__ __forceinline__ int kept(int value) {
   return value;
 }
 
+/// The same, where a step has one tile: with two, registers are too few.
+template <typename Format>
+__device__ __forceinline__ int kept_if_room(int value) {
+  return Format::kStepTiles == 1 ? kept(value) : value;
+}
+
 /// A thread's place. A warp of a team takes 16 keys of each tile for S and 128 channels for O.
 struct TeamPlace {
   const int lane = threadIdx.x % 32;
@@ -119,6 +138,9 @@ struct TeamPlace {
   const int c = lane % 4;
   const int team = threadIdx.x / kTeamThreads;
   const int warp = threadIdx.x / 32 % kTeamWarps;
+  /// Of the warp's keys in P; lane l addresses row l % 8 of matrix l / 8 (row block, keys).
+  const int weights =
+      (lane / 16 * 8 + lane % 8) * 128 + ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
 };
 
 }  // namespace fovea::cuda::mla

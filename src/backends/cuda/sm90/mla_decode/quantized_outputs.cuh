@@ -55,22 +55,21 @@ struct TeamValues {
   static constexpr int kTilesPerLoad = 2 * Format::kTilesPerWord;
   /// Where the first words of the keys at places 2 c and the next lie in a tile.
   int words[kBases];
-  int weights;  ///< Those in P; lane l addresses row l % 8 of matrix l / 8 (row block, keys).
-  int ratios;   ///< Of the warp's channels and keys 2 c and the next.
+  int ratios;  ///< Of the warp's channels and keys 2 c and the next.
 
   __device__ explicit TeamValues(const TeamPlace& at) {
 #pragma unroll
     for (int e = 0; e < kBases; ++e) {
-      words[e] =
-          kept(Format::key(at.c, e) * Format::kRowBytes + Format::value_byte(at.warp, at.g));
+      words[e] = kept_if_room<Format>(Format::key(at.c, e) * Format::kRowBytes +
+                                      Format::value_byte(at.warp, at.g));
     }
-    weights = kept((at.lane / 16 * 8 + at.lane % 8) * 128 + (at.lane / 8 % 2 ^ at.lane % 8) * 16);
     ratios = at.warp * Format::kGroups / kTeamWarps * kKeyTile + 2 * at.c;
   }
 
-  __device__ __forceinline__ void add(const std::uint8_t* raw, const std::uint8_t* p,
-                                      const __half* ratio, TeamOutputs& out) const {
-    const std::uint32_t operand = ptx::shared_address(p) + weights;
+  __device__ __forceinline__ void add(const TeamPlace& at, const std::uint8_t* raw,
+                                      const std::uint8_t* p, const __half* ratio,
+                                      TeamOutputs& out) const {
+    const std::uint32_t operand = ptx::shared_address(p) + (at.weights ^ at.warp * 32);
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       std::uint32_t b[4];
@@ -122,8 +121,12 @@ __device__ __forceinline__ void merge_teams(const KernelParams& k, const TeamPla
   ptx::named_barrier(kComputeBarrier, kComputeThreads);
   if (threadIdx.x < kQuantizedRows) {
     const int row = threadIdx.x;
-    float max = s.team_max[0][row];
-    for (int team = 1; team < kTeams; ++team) max = fmaxf(max, s.team_max[team][row]);
+    float max = -INFINITY;
+    for (int team = 0; team < kTeams; ++team) {
+      float& of_team = s.team_max[team][row];
+      if (of_team == kNothing) of_team = -INFINITY;
+      max = fmaxf(max, of_team);
+    }
     float sum = 0.f;
     for (int team = 0; team < kTeams; ++team) {
       const float weight = split_kv::merge_weight(s.team_max[team][row], max);

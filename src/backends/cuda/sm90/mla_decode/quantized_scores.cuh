@@ -3,11 +3,21 @@
 
 #include "backends/cuda/sm90/mla_decode/quantized_memory.cuh"
 #include "backends/cuda/sm90/ptx/mma.cuh"
+#include "backends/cuda/sm90/ptx/wgmma.cuh"
 
 namespace fovea::cuda::mla {
 
-/// Queries as f16, each row times a power of two that brings its largest element near 2^14; the
-/// rope part as bf16 where the keys' is. Run by all teams.
+/// A row's largest magnitude, NaN if one is.
+__device__ __forceinline__ float larger_or_nan(float a, float b) {
+  float out;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b));
+  return out;
+}
+
+/// Queries as f16, each row times a power of two that brings its largest element near 2^14, the
+/// rope part as bf16 where the keys' is; or, where codes are integers, as integers of two digits,
+/// 256 upper + lower, -128 <= lower < 128, of which the largest of a row is 127 * 256. Rows with a
+/// NaN or an infinity have NaN in score_scale then. Run by all teams.
 template <typename Format>
 __device__ void load_query_scaled(const KernelParams& k, const Job& job,
                                   QuantizedMemory<Format>& s) {
@@ -44,59 +54,64 @@ __device__ void load_query_scaled(const KernelParams& k, const Job& job,
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       value[chunk] = bf16 ? __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(word[chunk]))
                           : __half22float2(reinterpret_cast<const __half2&>(word[chunk]));
-      largest = fmaxf(largest, fmaxf(fabsf(value[chunk].x), fabsf(value[chunk].y)));
+      largest = larger_or_nan(largest,
+                              larger_or_nan(fabsf(value[chunk].x), fabsf(value[chunk].y)));
     }
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+      largest = larger_or_nan(largest, __shfl_xor_sync(~0u, largest, step));
     }
-    // The exponent of `largest`, kept where both powers of two below are finite.
-    const int exponent = max(static_cast<int>(__float_as_uint(largest) >> 23) - 127, -100);
-    const float factor = __uint_as_float((127 + 14 - exponent) << 23);
-    if (lane == 0) {
-      s.score_scale[row] = __uint_as_float((127 - 14 + exponent) << 23) * op.sm_scale * kLog2e *
-                           Format::kUnit * (Format::kKeyScales ? 1.f : op.cache_scale);
-    }
-    float sum[2] = {0.f, 0.f};  // Of latent and rope channels.
+    if constexpr (Format::kIntegers) {
+      constexpr float kLargest = 127 * 256;
+      largest = larger_or_nan(largest, 0x1p-100f);
+      const float factor = kLargest / largest;
+      if (lane == 0) {
+        s.score_scale[row] = largest / kLargest * op.sm_scale * kLog2e * Format::kScoreUnit;
+      }
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        std::uint8_t* to = s.q + chunk / 2 * kDigitsBytes + row * 128;
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int at = chunk < 8 ? Format::latent_position(2 * lane + e)
-                                 : Format::rope_position(2 * lane + e);
-        const float of_channel = Format::query_factor(e);
-        const float v = (e == 0 ? value[chunk].x : value[chunk].y) * (factor * of_channel);
-        std::uint8_t* to = s.q + row * kQueryStride + chunk * 128 + at * 2;
-        if (Format::kBf16Rope && chunk == 8) {
-          *reinterpret_cast<__nv_bfloat16*>(to) = __float2bfloat16_rn(v);
-        } else {
-          const __half rounded = __float2half_rn(v);
-          *reinterpret_cast<__half*>(to) = rounded;
-          sum[chunk / 8] += __half2float(rounded) / of_channel;
+        for (int e = 0; e < 2; ++e) {
+          const int at = (chunk % 2 * 64 + Format::position(2 * lane + e)) ^ (row % 8 * 16);
+          const int v = __float2int_rn((e == 0 ? value[chunk].x : value[chunk].y) * factor);
+          to[at] = static_cast<std::uint8_t>((v + 128) >> 8);
+          to[kDigitsBytes / 2 + at] = static_cast<std::uint8_t>(v);
         }
       }
-    }
-    if constexpr (Format::kCodeOffset != 0.f) {
+    } else {
+      // The exponent of `largest`, kept where both powers of two below are finite.
+      const int exponent = max(static_cast<int>(__float_as_uint(largest) >> 23) - 127, -100);
+      const float factor = __uint_as_float((127 + 14 - exponent) << 23);
+      if (lane == 0) {
+        s.score_scale[row] = __uint_as_float((127 - 14 + exponent) << 23) * op.sm_scale * kLog2e *
+                             (Format::kKeyScales ? 1.f : op.cache_scale);
+      }
 #pragma unroll
-      for (int part = 0; part < 2; ++part) {
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-          sum[part] += __shfl_xor_sync(~0u, sum[part], step);
-        }
-        constexpr float kOffset = -Format::kCodeOffset / Format::kUnit;
-        if (lane == 0) {
-          s.offset[part][row / 2][row % 2] = s.offset[part][row / 2][2 + row % 2] =
-              sum[part] * kOffset;
+        for (int e = 0; e < 2; ++e) {
+          const int at = chunk < 8 ? Format::latent_position(2 * lane + e)
+                                   : Format::rope_position(2 * lane + e);
+          const float v = (e == 0 ? value[chunk].x : value[chunk].y) * factor;
+          std::uint8_t* to = s.q + row * kQueryStride + chunk * 128 + at * 2;
+          if (Format::kBf16Rope && chunk == 8) {
+            *reinterpret_cast<__nv_bfloat16*>(to) = __float2bfloat16_rn(v);
+          } else {
+            *reinterpret_cast<__half*>(to) = __float2half_rn(v);
+          }
         }
       }
     }
   }
+  if constexpr (Format::kIntegers) ptx::fence_async_proxy();
+  if (threadIdx.x < kTeams * kQuantizedRows) (&s.team_max[0][0])[threadIdx.x] = kNothing;
 }
 
 /// A team's scores and softmax of one job, as one thread keeps them: of two keys of its warp's 16
 /// of each tile of a step, at places g and g + 8, and of query rows 2 c, 2 c + 1, 8 + 2 c and
 /// 9 + 2 c, [block of 8][2].
-/// Maxima are of the team; the sums are over the thread's keys.
+/// The sums are over the thread's keys; maxima are the team's, in shared memory.
 template <typename Format>
 struct TeamScores {
   using Memory = QuantizedMemory<Format>;
@@ -106,24 +121,18 @@ struct TeamScores {
   using Ratios = __half[Memory::kRatios];
   using Scores = float[2][4];   ///< [block of rows][2 * key + row]
   using Columns = float[2][2];  ///< Of each query row.
-  static constexpr float kNothing = -1e30f;  ///< A reference maximum before the first visible key.
 
   const KernelParams& k;
   Memory& s;
   const TeamPlace& at;
-  /// The thread's first key, the second being kHighKey further on, and where the first and its
-  /// latent channels lie in a tile.
+  /// The thread's first key, the second being kHighKey further on, and where the first lies in a
+  /// tile.
   const int key0 = Format::first_key(at.warp) + Format::key(at.g / 2, at.g % 2);
-  const int row = kept(key0 * Format::kRowBytes);
-  const int latent = kept(row + Format::latent_byte(at.c));
+  const int row = kept_if_room<Format>(key0 * Format::kRowBytes);
   /// Of queries; lane l addresses row l % 8 of matrix l / 8 (row block, half of a k16 step).
   const std::uint32_t q = kept(ptx::shared_address(s.q) +
                                (at.lane / 16 * 8 + at.lane % 8) * kQueryStride +
                                at.lane / 8 % 2 * 16);
-  /// Of the thread's weights in P; lane l addresses row l % 8 of matrix l / 8 (row block, keys).
-  const int weights = kept((at.lane / 16 * 8 + at.lane % 8) * 128 +
-                           ((at.warp * 2 + at.lane / 8 % 2) ^ at.lane % 8) * 16);
-  Columns max = {{kNothing, kNothing}, {kNothing, kNothing}};  ///< References, log2 units.
   Columns sum = {};
   Columns offset = {};  ///< Of outputs: what the codes' offsets have added.
 
@@ -131,7 +140,7 @@ struct TeamScores {
       : k(k), s(s), at(at) {}
 
   /// Queries' operands on their way: those of kAhead k16 steps.
-  static constexpr int kAhead = Format::kGroups == 1 && kTiles == 1 ? 3 : 2;
+  static constexpr int kAhead = Format::kGroups == 1 ? 3 : 2;
   using Queries = std::uint32_t[kAhead][4];
   static constexpr int kRopeSteps = kRope / 16;
   static constexpr int kSteps = kRopeSteps + kLatent / 16;
@@ -142,145 +151,166 @@ struct TeamScores {
                                                   : (step - kRopeSteps) * 32));
   }
 
-  /// S^T of the warp's keys [16] of each tile and all rows [16], with the keys' scales. The first
-  /// queries are on their way.
-  __device__ __forceinline__ void scores(const Tiles& raw, Queries& queries,
-                                         Scores (&score)[kTiles]) const {
+  /// S^T of the warp's keys [16] and all rows [16], with the keys' scales, by products of one warp
+  /// in f16. The first queries are on their way.
+  __device__ __forceinline__ void float_scores(const std::uint8_t* raw, Queries& queries,
+                                               Scores& score) const {
     constexpr int kChunks = kLatent / 64;
     constexpr int kChunksOfScale = kChunks / Format::kGroups;
-    constexpr int kRopePartSteps = kRopeSteps / Format::kRopeParts;
     constexpr int kToSecond = Format::kHighKey * Format::kRowBytes;
-    std::uint32_t word[2][kTiles][2][Format::kChunkWords];  // Of a chunk and the next.
+    const int latent = row + Format::latent_byte(at.c);
+    std::uint32_t word[2][2][Format::kChunkWords];  // Of a chunk and the next.
     const auto load_chunk = [&](int n, int place) {
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-        Format::load_latent(raw[t] + latent, n, word[place % 2][t][0]);
-        Format::load_latent(raw[t] + latent + kToSecond, n, word[place % 2][t][1]);
-      }
+      Format::load_latent(raw + latent, n, word[place % 2][0]);
+      Format::load_latent(raw + latent + kToSecond, n, word[place % 2][1]);
     };
-    const auto add_products = [&]<typename T>(T, int step, int place,
-                                              const std::uint32_t(&a)[kTiles][4],
-                                              Scores(&sum)[kTiles]) {
+    const auto add_products = [&]<typename T>(T, int step, int place, const std::uint32_t(&a)[4],
+                                              Scores& sum) {
       std::uint32_t(&b)[4] = queries[place % kAhead];
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-        ptx::mma<T>(sum[t][0], a[t], b[0], b[1]);
-        ptx::mma<T>(sum[t][1], a[t], b[2], b[3]);
-      }
+      ptx::mma<T>(sum[0], a, b[0], b[1]);
+      ptx::mma<T>(sum[1], a, b[2], b[3]);
       if (step + kAhead < kSteps) load_queries(step + kAhead, b);
     };
 
-    begin_sums(1, score);
-    std::uint32_t rope_word[Format::kRopeParts][kTiles][2][Format::kRopeWords];
-    const auto load_rope = [&](int part) {
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-        const std::uint8_t* from = raw[t] + row + Format::rope_byte(part, at.c);
-        Format::load_rope(from, rope_word[part][t][0]);
-        Format::load_rope(from + kToSecond, rope_word[part][t][1]);
-      }
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) score[j][e] = 0.f;
+    }
+    std::uint32_t rope_word[2][2][Format::kRopeWords];  // Of both halves.
+    const auto load_rope = [&](int half) {
+      const std::uint8_t* from = raw + row + Format::rope_byte(half, at.c);
+      Format::load_rope(from, rope_word[half][0]);
+      Format::load_rope(from + kToSecond, rope_word[half][1]);
     };
     load_rope(0);
 #pragma unroll
     for (int step = 0; step < kRopeSteps; ++step) {
-      if (step == 0 && Format::kRopeParts > 1) load_rope(1);
+      if (step == 0) load_rope(1);
       if (step == 2) load_chunk(0, 0);
-      std::uint32_t a[kTiles][4];
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-        Format::rope_operand(rope_word[step / kRopePartSteps][t], step % kRopePartSteps, a[t]);
-      }
+      std::uint32_t a[4];
+      Format::rope_operand(rope_word[step / 2], step % 2, a);
       using Rope = std::conditional_t<Format::kBf16Rope, __nv_bfloat16, __half>;
       add_products(Rope{}, step, step, a, score);
     }
-    if constexpr (kOneScale) {
-      // Sums go on in units of the latent channels.
-      Scores latent[kTiles];
-      begin_sums(0, latent);
+    if constexpr (Format::kKeyScales && !Format::kBf16Rope) {
+      const float scale0 = Format::rope_scale(row0(raw)), scale1 = Format::rope_scale(row1(raw));
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-        const float ratio0 = units_of_latent(row0(raw[t])), ratio1 = units_of_latent(row1(raw[t]));
+      for (int j = 0; j < 2; ++j) {
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            score[t][j][e] = fmaf(score[t][j][e], e < 2 ? ratio0 : ratio1, latent[t][j][e]);
-          }
-        }
+        for (int e = 0; e < 4; ++e) score[j][e] *= e < 2 ? scale0 : scale1;
       }
     }
 #pragma unroll 1  // Several groups at once would take too many registers.
     for (int n = 0; n < kChunks; n += kChunksOfScale) {
-      Scores part[kTiles] = {};
+      Scores part = {};
 #pragma unroll
       for (int i = 0; i < kChunksOfScale; ++i) {
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
-          std::uint32_t a[kTiles][4];
-#pragma unroll
-          for (int t = 0; t < kTiles; ++t) Format::score_operand(word[i % 2][t], step, a[t]);
+          std::uint32_t a[4];
+          Format::score_operand(word[i % 2], step, a);
           if (step == 1 && n + i + 1 < kChunks) load_chunk(n + i + 1, i + 1);
           add_products(__half{}, kRopeSteps + 4 * (n + i) + step, kRopeSteps + 4 * i + step, a,
-                       Format::kGroups > 1 ? part : score);
+                       Format::kKeyScales ? part : score);
         }
       }
-      if constexpr (Format::kGroups > 1) {
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          add_scaled(part[t], raw[t], n / kChunksOfScale, score[t]);
-        }
-      }
-    }
-    if constexpr (kOneScale) {
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-        const float scale0 = latent_scale(row0(raw[t])), scale1 = latent_scale(row1(raw[t]));
+      if constexpr (Format::kKeyScales) {
+        const float scale0 = Format::latent_scale(row0(raw), n / kChunksOfScale);
+        const float scale1 = Format::latent_scale(row1(raw), n / kChunksOfScale);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) score[t][j][e] *= e < 2 ? scale0 : scale1;
+          for (int e = 0; e < 4; ++e) {
+            score[j][e] = fmaf(part[j][e], e < 2 ? scale0 : scale1, score[j][e]);
+          }
         }
       }
     }
   }
-  /// Adds sums over a group of channels, with their scales.
-  __device__ __forceinline__ void add_scaled(const Scores& part, const std::uint8_t* raw, int group,
-                                             Scores& score) const {
-    const float scale0 = Format::latent_scale(row0(raw), group);
-    const float scale1 = Format::latent_scale(row1(raw), group);
+
+  /// Where a step's tiles lie. Found more than once, for registers are few in between.
+  __device__ __forceinline__ void find_tiles(std::int32_t step, Tiles& raw) const {
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        score[j][e] = fmaf(part[j][e], e < 2 ? scale0 : scale1, score[j][e]);
-      }
+    for (int t = 0; t < kTiles; ++t) {
+      raw[t] = s.ring[s.slot(kTiles == 1 ? step : kept(step), t)];
     }
   }
-  /// A key has one scale of latent and one of rope channels.
-  static constexpr bool kOneScale = Format::kKeyScales && !Format::kBf16Rope;
-  /// That of latent channels, large enough to divide by.
-  static __device__ __forceinline__ float latent_scale(const std::uint8_t* row) {
-    const float scale = Format::latent_scale(row, 0);
-    return scale < 0x1p-80f ? 0x1p-80f : scale;  // A NaN stays one.
-  }
-  /// What makes sums over rope channels ones in units of the latent channels.
-  static __device__ __forceinline__ float units_of_latent(const std::uint8_t* row) {
-    float inverse;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(latent_scale(row)));
-    return Format::rope_scale(row) * inverse;
-  }
-  /// Sums over latent (0) or rope channels (1) begin with what takes the codes' offset off them.
-  __device__ __forceinline__ void begin_sums(int channels, Scores (&sum)[kTiles]) const {
+
+  /// S^T of the warp's keys [16] of each tile and all rows [16], with the keys' scales, by products
+  /// of the team in integers.
+  __device__ __forceinline__ void integer_scores(std::int32_t step, Tiles& raw,
+                                                 Scores (&score)[kTiles]) const {
+    constexpr int kToSecond = Format::kHighKey * Format::kRowBytes;
+    constexpr int kLatentSteps = kLatent / 32, kSteps = (kLatent + kRope) / 32;
+    const int first_chunk = row + Format::latent_byte(at.c);
+    const std::uint64_t q = ptx::swizzled_operand(ptx::shared_address(s.q));
+    std::int32_t sum[kTiles][16];  // With upper digits, then with lower ones.
+    std::uint32_t word[Format::kChunksAtOnce][kTiles][2][Format::kChunkWords];
+    std::uint32_t a[2][kTiles][4];  // Of a k32 step and the next.
+    const auto load_chunk = [&](int n) {
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      float4 first{0.f, 0.f, 0.f, 0.f};
-      if constexpr (Format::kCodeOffset != 0.f) {
-        first = *reinterpret_cast<const float4*>(s.offset[channels][4 * j + at.c]);
+      for (int t = 0; t < kTiles; ++t) {
+        const std::uint8_t* from = raw[t] + first_chunk + n * Format::kChunkBytes;
+        Format::load_chunk(from, word[n % Format::kChunksAtOnce][t][0]);
+        Format::load_chunk(from + kToSecond, word[n % Format::kChunksAtOnce][t][1]);
+      }
+    };
+    const auto end_sums = [&] {
+      ptx::wgmma_wait<0>();
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) ptx::pin(sum[t]);
+    };
+    const auto value = [&](int t, int e) {
+      return static_cast<float>(sum[t][e] * 256 + sum[t][8 + e]);
+    };
+    load_chunk(0);
+#pragma unroll
+    for (int n = 0; n < kSteps; ++n) {
+      if (n == kLatentSteps) {
+        float scale[kTiles][2];
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          scale[t][0] = Format::latent_scale(row0(raw[t]), 0);
+          scale[t][1] = Format::latent_scale(row1(raw[t]), 0);
+        }
+        end_sums();
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+          for (int e = 0; e < 8; ++e) score[t][e / 4][e % 4] = value(t, e) * scale[t][e % 4 / 2];
+        }
+        load_chunk(n / 2);
+      } else if (n > 1) {
+        ptx::wgmma_wait<1>();  // Operands before last are free.
       }
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
-        sum[t][j][0] = first.x, sum[t][j][1] = first.y;
-        sum[t][j][2] = first.z, sum[t][j][3] = first.w;
+        Format::score_operand(word[n / 2 % Format::kChunksAtOnce][t], n % 2, a[n % 2][t]);
+      }
+      if (n % 2 == 1 && n + 1 < kLatentSteps) load_chunk(n / 2 + 1);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        ptx::wgmma_s8(sum[t], a[n % 2][t], q + n / 4 * (kDigitsBytes >> 4) + n % 4 * 2,
+                      n % kLatentSteps != 0);
+      }
+      ptx::wgmma_commit();
+    }
+    find_tiles(step, raw);
+    float scale[kTiles][2];
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      scale[t][0] = Format::rope_scale(row0(raw[t]));
+      scale[t][1] = Format::rope_scale(row1(raw[t]));
+    }
+    end_sums();
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        float& of_key = score[t][e / 4][e % 4];
+        of_key = fmaf(value(t, e), scale[t][e % 4 / 2], of_key);
       }
     }
   }
@@ -383,8 +413,8 @@ struct TeamScores {
 
   /// P of the thread's keys and rows against the reference maxima, to shared memory, and `rounded`
   /// as it is there. Whether a score is so far above them that they must be raised first.
-  __device__ __forceinline__ bool weigh(const Scores (&score)[kTiles], Probabilities* to,
-                                        Scores (&p)[kTiles],
+  __device__ __forceinline__ bool weigh(const Scores (&score)[kTiles], const Columns& max,
+                                        Probabilities* to, Scores (&p)[kTiles],
                                         std::uint32_t (&rounded)[kTiles][4]) const {
     float highest = -INFINITY;
 #pragma unroll
@@ -400,7 +430,7 @@ struct TeamScores {
         rounded[t][2 * j] = pack<__half>(p[t][j][0], p[t][j][1]);
         rounded[t][2 * j + 1] = pack<__half>(p[t][j][2], p[t][j][3]);
       }
-      ptx::store_matrices_transposed(ptx::shared_address(to[t]) + weights, rounded[t][0],
+      ptx::store_matrices_transposed(ptx::shared_address(to[t]) + at.weights, rounded[t][0],
                                      rounded[t][1], rounded[t][2], rounded[t][3]);
     }
     return highest > kMaxLag;
@@ -408,7 +438,7 @@ struct TeamScores {
 
   /// Makes the true maxima the reference where that is far below; the team's outputs so far are to
   /// be multiplied by s.factor.
-  __device__ __forceinline__ void raise_maxima(const Scores (&score)[kTiles]) {
+  __device__ __forceinline__ void raise_maxima(const Scores (&score)[kTiles], Columns& max) {
     Columns highest;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -445,20 +475,29 @@ struct TeamScores {
         offset[j][b] *= factor[b];
       }
       if (at.warp == 0 && at.g == 0) {
-        *reinterpret_cast<float2*>(&s.factor[at.team][8 * j + 2 * at.c]) =
-            float2{factor[0], factor[1]};
+        const int column = 8 * j + 2 * at.c;
+        *reinterpret_cast<float2*>(&s.factor[at.team][column]) = float2{factor[0], factor[1]};
+        *reinterpret_cast<float2*>(&s.team_max[at.team][column]) = float2{max[j][0], max[j][1]};
       }
     }
   }
 
-  /// S, softmax and P, to `to`, of the `tiles` key tiles in `raw` from `first_tile` on, with the
-  /// first queries on their way. What `raw` has beyond `tiles` weighs nothing. Afterwards, whether
-  /// outputs are to be multiplied by s.factor first.
-  __device__ __forceinline__ bool step(const Tiles& raw, int tiles, Queries& queries,
-                                       std::int32_t first_tile, Probabilities* to,
-                                       Ratios* ratios) {
+  /// S, softmax and P of the tiles `raw` of a step, with the first queries on their way. Where it
+  /// has fewer than there are places, the last one weighs nothing. Afterwards, whether outputs are
+  /// to be multiplied by s.factor first.
+  __device__ __forceinline__ bool step(std::int32_t step, Queries& queries) {
+    Tiles raw;
+    find_tiles(step, raw);
     Scores score[kTiles];
-    scores(raw, queries, score);
+    if constexpr (Format::kIntegers) {
+      integer_scores(step, raw, score);
+    } else {
+      float_scores(raw[0], queries, score[0]);
+    }
+    const int tiles = s.steps.tiles_of(step);
+    const std::int32_t first_tile = s.handover.job.tile_begin + s.steps.first_tile(step);
+    Probabilities* const to = s.p[at.team][s.half(step)];
+    Ratios* const ratios = s.ratio[at.team][s.half(step)];
     KeyWeight w0[kTiles], w1[kTiles];
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
@@ -488,11 +527,18 @@ struct TeamScores {
     }
     Scores p[kTiles];
     std::uint32_t rounded[kTiles][4];
-    const bool far = weigh(score, to, p, rounded);
+    Columns max;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float* of_team = &s.team_max[at.team][8 * j + 2 * at.c];
+      const float2 pair = *reinterpret_cast<const float2*>(of_team);
+      max[j][0] = pair.x, max[j][1] = pair.y;
+    }
+    const bool far = weigh(score, max, to, p, rounded);
     const bool raised = ptx::named_barrier_any(kTeamBarrier + at.team, kTeamThreads, far);
     if (raised) {
-      raise_maxima(score);
-      weigh(score, to, p, rounded);
+      raise_maxima(score, max);
+      weigh(score, max, to, p, rounded);
       team_barrier();
     }
 #pragma unroll
@@ -518,7 +564,7 @@ struct TeamScores {
     return raised;
   }
 
-  /// Maxima and sums of the job, for whoever merges the teams' results.
+  /// Sums of the job, for whoever merges the teams' results.
   __device__ __forceinline__ void publish() {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -526,11 +572,6 @@ struct TeamScores {
       publish_sums(sum[j], &s.team_sum[at.team][at.warp][column]);
       if constexpr (Format::kLowOffset != 0.f) {
         publish_sums(offset[j], &s.team_offset[at.team][at.warp][column]);
-      }
-      if (at.warp == 0 && at.g == 0) {
-        *reinterpret_cast<float2*>(&s.team_max[at.team][column]) =
-            float2{max[j][0] == kNothing ? -INFINITY : max[j][0],
-                   max[j][1] == kNothing ? -INFINITY : max[j][1]};
       }
     }
   }

@@ -6,11 +6,11 @@
 // agree; the orders here make every access to raw rows free of bank conflicts, but for the values
 // of PerTensor.
 //
-// Integer codes keep their bits and become subnormal f16, 2^-24 times an unsigned number: one
-// instruction for two of them. That number is the code and an offset, which is taken off the sums.
-// For scores it is kCodeOffset, and kCodeOffset times the sum of the queries goes. For outputs it
-// is kLowOffset for the low 8 keys of a k16 step and kHighOffset, negative, for the high ones: sums
-// stay about as small as those of the codes, and f32 loses nothing by the offsets.
+// Integer codes stay integers for scores, where queries are integers of two digits. For outputs
+// they keep their bits and become subnormal f16, 2^-24 times an unsigned number: one instruction
+// for two of them. That number is the code and an offset, which is taken off the sums: kLowOffset
+// for the low 8 keys of a k16 step and kHighOffset, negative, for the high ones. Sums stay about as
+// small as those of the codes, and f32 loses nothing by the offsets.
 #pragma once
 
 #include <cstdint>
@@ -49,18 +49,13 @@ __device__ __forceinline__ void load_words(const std::uint8_t* from,
 /// `of_channels`: two channels of each of two keys side by side, for outputs, where `is_high` tells
 /// the high keys of a k16 step.
 struct Int8Codes {
-  static constexpr float kUnit = 0x1p24f;  ///< What sums are multiplied by.
-  static constexpr float kCodeOffset = 128.f, kLowOffset = 128.f, kHighOffset = -127.f;
+  static constexpr float kUnit = 0x1p24f;  ///< What sums of outputs are multiplied by.
+  static constexpr float kLowOffset = 128.f, kHighOffset = -127.f;
   /// The bits that are all set in a code that is not finite; 0: there is none.
   static constexpr std::uint32_t kNotFinite = 0;
 
-  /// K position of byte e of lane c's word.
-  static __device__ int position(int c, int e) { return e % 2 * 8 + 2 * c + e / 2; }
   /// Selectors of two keys' first and last two channels as of_channels takes them.
   static constexpr int kFirstPair = 0x5410, kSecondPair = 0x7632;
-  static __device__ void of_key(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
-    of_channels(word, false, low, high);
-  }
   static __device__ void of_channels(std::uint32_t word, bool is_high, std::uint32_t& first,
                                      std::uint32_t& second) {
     // u = code + 128, or -(255 - u) = code - 127.
@@ -72,9 +67,10 @@ struct Int8Codes {
 
 struct E4m3Codes {
   static constexpr float kUnit = 1.f;
-  static constexpr float kCodeOffset = 0.f, kLowOffset = 0.f, kHighOffset = 0.f;
+  static constexpr float kLowOffset = 0.f, kHighOffset = 0.f;
   static constexpr std::uint32_t kNotFinite = 0x7f;
 
+  /// K position of byte e of lane c's word.
   static __device__ int position(int c, int e) { return e / 2 * 8 + 2 * c + e % 2; }
   static constexpr int kFirstPair = 0x5140, kSecondPair = 0x7362;
   static __device__ void of_key(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
@@ -96,10 +92,10 @@ struct E4m3Codes {
 /// The high bytes of f16.
 struct E5m2Codes {
   static constexpr float kUnit = 1.f;
-  static constexpr float kCodeOffset = 0.f, kLowOffset = 0.f, kHighOffset = 0.f;
+  static constexpr float kLowOffset = 0.f, kHighOffset = 0.f;
   static constexpr std::uint32_t kNotFinite = 0x7c;
 
-  static __device__ int position(int c, int e) { return Int8Codes::position(c, e); }
+  static __device__ int position(int c, int e) { return e % 2 * 8 + 2 * c + e / 2; }
   static constexpr int kFirstPair = Int8Codes::kFirstPair, kSecondPair = Int8Codes::kSecondPair;
   static __device__ void of_key(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
     low = word << 8 & 0xff00ff00;
@@ -121,12 +117,10 @@ struct ByteLatents {
   static constexpr std::uint32_t kNotFinite = Codes::kNotFinite;
   static constexpr int kAlignment = kAlign;
   static constexpr float kUnit = Codes::kUnit;
-  static constexpr float kCodeOffset = Codes::kCodeOffset;
+  static constexpr bool kIntegers = false;  ///< Scores are sums of integers.
   static constexpr float kLowOffset = Codes::kLowOffset, kHighOffset = Codes::kHighOffset;
   /// What sums of the second of two neighbouring output channels are multiplied by besides.
   static constexpr float kSecondUnit = 1.f;
-  /// What channel x of queries is multiplied by, as its codes are not.
-  static __device__ float query_factor(int) { return 1.f; }
   /// A lane reads 16 channels side by side of each chunk of a key.
   static constexpr int kChunkWords = 4;
   /// A lane takes two words of values of a key at a time, which are kTilesPerWord M tiles each.
@@ -170,8 +164,7 @@ struct ByteLatents {
 /// Rope channels of one byte each, behind the latents.
 template <typename Codes, int kAlign>
 struct ByteRows : ByteLatents<Codes, kAlign> {
-  /// A lane reads 8 rope channels of each half of 32.
-  static constexpr int kRopeParts = 2, kRopeWords = 2;
+  static constexpr int kRopeWords = 2;  ///< A lane reads 8 channels of each half of 32.
   static constexpr bool kBf16Rope = false;
 
   static __device__ int rope_position(int x) {
@@ -206,8 +199,36 @@ struct PerToken : ByteRows<Codes, 8> {
     return *reinterpret_cast<const float*>(row + 580);
   }
 };
-using Int8PerToken = PerToken<Int8Codes>;
 using Fp8PerToken = PerToken<E4m3Codes>;
+
+struct Int8PerToken : PerToken<Int8Codes> {
+  /// Every other row begins 4 banks further on.
+  static constexpr int kHighKey = 1;
+  static constexpr int kNextKey = 2;
+  static __device__ int key(int c, int e) { return c * 4 + e * 2; }
+
+  static constexpr bool kIntegers = true;
+  static constexpr float kScoreUnit = 1.f;  ///< What sums of scores are multiplied by.
+  /// A lane reads a word of each 16 channels of a chunk of a key, the rope channels being the last
+  /// chunk. Words of the next chunk arrive while products take those of this one as they are.
+  static constexpr int kChunkBytes = 64, kChunkWords = 4, kChunksAtOnce = 2;
+  static __device__ int latent_byte(int c) { return c * 4; }
+  static __device__ void load_chunk(const std::uint8_t* from, std::uint32_t (&word)[kChunkWords]) {
+#pragma unroll
+    for (int i = 0; i < kChunkWords; ++i) {
+      word[i] = *reinterpret_cast<const std::uint32_t*>(from + i * 16);
+    }
+  }
+  /// K position of channel x of a chunk.
+  static __device__ int position(int x) { return x; }
+  /// A operand of k32 step `step` of a chunk from one lane's words of two keys.
+  static __device__ void score_operand(const std::uint32_t (&word)[2][kChunkWords], int step,
+                                       std::uint32_t (&a)[4]) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) a[n] = word[n % 2][step * 2 + n / 2];
+  }
+};
+
 
 /// One scale for the tensor.
 template <typename Codes>
@@ -234,9 +255,8 @@ struct Fp8DsMla : ByteLatents<E4m3Codes, 16> {
   static __device__ float latent_scale(const std::uint8_t* row, int group) {
     return reinterpret_cast<const float*>(row + 512)[group];
   }
-  static __device__ float rope_scale(const std::uint8_t*) { return 1.f; }
 
-  static constexpr int kRopeParts = 2, kRopeWords = 4;  ///< As ByteRows, two bytes a channel.
+  static constexpr int kRopeWords = 4;  ///< As ByteRows, two bytes a channel.
   static constexpr bool kBf16Rope = true;
   static __device__ int rope_position(int x) {
     const int half = x / 32, c = x % 32 / 8, e = x % 8;
@@ -273,16 +293,32 @@ struct Int4PerToken {
     return *reinterpret_cast<const float*>(row + 292);
   }
 
-  /// A lane reads 16 channels side by side of each chunk of a key, the rope channels being one.
-  static constexpr int kChunkWords = 2;
-  static constexpr int kRopeParts = 1, kRopeWords = 2;
-  static constexpr bool kBf16Rope = false;
-  static constexpr int kTilesPerWord = 4;
+  static constexpr bool kIntegers = true;
+  /// Codes stand in the upper half of a byte, signed.
+  static constexpr float kScoreUnit = 0x1p-4f;
+  /// A lane reads 16 channels side by side of each chunk of a key, the rope channels being the last
+  /// one.
+  static constexpr int kChunkBytes = 32, kChunkWords = 2, kChunksAtOnce = 1;
+  static __device__ int latent_byte(int c) { return c * 8; }
+  static __device__ void load_chunk(const std::uint8_t* from, std::uint32_t (&word)[kChunkWords]) {
+    load_words<8>(from, word);
+  }
+  static __device__ int position(int x) {
+    return x % 16 / 8 * 32 + x % 2 * 16 + x / 16 * 4 + x % 8 / 2;
+  }
+  static __device__ void score_operand(const std::uint32_t (&word)[2][kChunkWords], int step,
+                                       std::uint32_t (&a)[4]) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const std::uint32_t w = word[n % 2][step];
+      a[n] = (n < 2 ? w << 4 : w) & 0xf0f0f0f0;
+    }
+  }
 
+  static constexpr int kTilesPerWord = 4;
   static constexpr float kUnit = 0x1p24f;
-  static constexpr float kCodeOffset = 8.f, kLowOffset = 8.f, kHighOffset = -7.f;
+  static constexpr float kLowOffset = 8.f, kHighOffset = -7.f;
   /// Odd nibbles of a byte stay where they are: 16 times the code.
-  static __device__ float query_factor(int x) { return x % 2 == 0 ? 1.f : 0x1p-4f; }
   static constexpr float kSecondUnit = 0x1p-4f;
 
   /// Nibble i of both halves: u = code + 8, or -(15 - u) = code - 7.
@@ -290,32 +326,6 @@ struct Int4PerToken {
     const std::uint32_t bytes = i < 2 ? halves : halves >> 8;
     return i % 2 == 0 ? masked_xor(bytes, 0x000f000f, is_high ? 0x80078007 : 0x00080008)
                       : masked_xor(bytes, 0x00f000f0, is_high ? 0x80708070 : 0x00800080);
-  }
-  static __device__ int latent_position(int x) {
-    const int c = x / 16, word = x % 16 / 8, n = x % 8;
-    return word * 32 + n % 4 / 2 * 16 + n % 2 * 8 + 2 * c + n / 4;
-  }
-  static __device__ int rope_position(int x) { return latent_position(x); }
-  static __device__ int latent_byte(int c) { return c * 8; }
-  static __device__ int rope_byte(int, int c) { return 256 + c * 8; }
-  static __device__ void load_latent(const std::uint8_t* from, int chunk,
-                                     std::uint32_t (&word)[kChunkWords]) {
-    load_words<8>(from + chunk * 32, word);
-  }
-  static __device__ void load_rope(const std::uint8_t* from, std::uint32_t (&word)[kRopeWords]) {
-    load_words<8>(from, word);
-  }
-  template <int words>
-  static __device__ void score_operand(const std::uint32_t (&word)[2][words], int step,
-                                       std::uint32_t (&a)[4]) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      a[n] = convert(word[n % 2][step / 2], step % 2 * 2 + n / 2, false);
-    }
-  }
-  static __device__ void rope_operand(const std::uint32_t (&word)[2][kRopeWords], int step,
-                                      std::uint32_t (&a)[4]) {
-    score_operand(word, step, a);
   }
   static __device__ int channel(int warp, int tile, int g) {
     return warp * 128 + g * 16 + tile * 2;

@@ -45,6 +45,11 @@ __device__ __forceinline__ void pin(float (&d)[n]) {
 #pragma unroll
   for (int i = 0; i < n; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
+template <int n>
+__device__ __forceinline__ void pin(std::int32_t (&d)[n]) {
+#pragma unroll
+  for (int i = 0; i < n; ++i) asm volatile("" : "+r"(d[i])::"memory");
+}
 
 enum class AMajor : int {
   k = 0,  ///< A's rows are M, K is contiguous.
@@ -147,6 +152,26 @@ __device__ __forceinline__ void wgmma(float (&d)[kColumns / 2], std::uint64_t a,
           "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
         : "l"(a), "l"(b), "r"(scale), "n"(kTransposeA));
   }
+}
+
+/// D[64, 32] += A[64, 32] B[32, 32] in signed 8-bit integers, or D = A B unless `accumulate`. A in
+/// registers: a[0] and a[1] hold, of the thread's rows 16 w + g and 16 w + g + 8, K 4 c to 4 c + 3,
+/// a[2] and a[3] K 16 more. B's rows are N, K is contiguous. D as above, in 32-bit integers.
+__device__ __forceinline__ void wgmma_s8(std::int32_t (&d)[16], const std::uint32_t (&a)[4],
+                                         std::uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %21, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k32.s32.s8.s8 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15}, "
+      "{%16, %17, %18, %19}, %20, p;\n"
+      "}\n"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]),
+        "+r"(d[7]), "+r"(d[8]), "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]),
+        "+r"(d[14]), "+r"(d[15])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate ? 1 : 0));
 }
 
 }  // namespace fovea::cuda::ptx
