@@ -102,9 +102,10 @@ struct InPlaceTile : ScoreBlock {
   /// Times sm_scale * log2(e): [rows][q_stride], zeros up to whole vectors. Against bf16 keys, each
   /// whole 2 * lanes channels are a vector of the even ones and one of the odd ones.
   const float* q;
-  /// Against int8 keys, in fixed point: [rows][2 * q_stride]. Rows of a head that are met at once, four,
-  /// two or one, share vectors: [vectors][rows][lanes / rows][2]. Each group of the keys has a
-  /// multiple of 2 * lanes channels of them, whatever behind its own.
+  /// Against int8 keys, in fixed point: [rows][2 * q_stride]. Rows of a head that are met at once,
+  /// four, two or one from a row r on, share vectors from r * 2 * q_stride on:
+  /// [vectors][rows][lanes / rows][2]. Each group of the keys has a multiple of 2 * lanes channels
+  /// of them, whatever behind its own.
   const std::int16_t* q_codes;
   const float* q_steps;  ///< [rows] what q_codes count, times sm_scale * log2(e).
   float* out;      ///< [rows][out_stride], whole vectors writable: sum of weights times values.
