@@ -203,8 +203,9 @@ TEST_P(InPlace, ANaNReachesTheRowsThatSeeItAndNoOther) {
 }
 
 TEST_P(InPlace, ProductsOfInt8AddUpExactly) {
-  // Two groups, neither whole vectors, whose scales lie behind the codes; 1, 2 and 4 rows at once.
-  constexpr std::int64_t kChannels = 90, kFirst = 50, kStride = 112, kTokens = 51, kCount = 7;
+  // Two groups, neither whole vectors and one wider than what is widened at once, whose scales lie
+  // behind the codes; 1, 2 and 4 rows at once.
+  constexpr std::int64_t kChannels = 350, kFirst = 50, kStride = 400, kTokens = 51, kCount = 7;
   struct Key {
     std::int8_t codes[kChannels];
     std::byte scales[2 * sizeof(float)];
@@ -238,7 +239,8 @@ TEST_P(InPlace, ProductsOfInt8AddUpExactly) {
     }
   }
   std::vector<float> scores(kBlockRows * kTileTokens);
-  const std::vector<float> steps(8, 0x1p-15f);
+  std::vector<float> steps;
+  for (int r = 0; r < 8; ++r) steps.push_back(0x1p-18f * static_cast<float>(8 + r));
   cpu::InPlaceTile tile{};
   tile.scores = scores.data();
   tile.capacity = kTileTokens;
@@ -262,10 +264,10 @@ TEST_P(InPlace, ProductsOfInt8AddUpExactly) {
         for (std::int64_t c = g == 0 ? 0 : kFirst; c < tile.k.groups.end[g]; ++c) {
           sum += q_at(r, c) * keys[Block::at(t)].codes[c];
         }
-        expected += static_cast<float>(sum) * (steps[0] * scales[g]);
+        expected += static_cast<float>(sum) * (steps[Block::at(r)] * scales[g]);
       }
       const float got = scores[Block::at((r / lanes * kTileTokens + t) * lanes + r % lanes)];
-      ASSERT_NEAR(expected, got, 1e-5) << "row " << r << ", token " << t;
+      ASSERT_NEAR(expected, got, 1e-6f * std::abs(expected) + 1e-5f) << "row " << r << ", token " << t;
     }
   }
 }
@@ -320,13 +322,14 @@ TEST_P(InPlace, WeightsInFixedPointMeetInt8) {
   tile.v = {.rows = rows, .head_at = 0, .head_bytes = sizeof(Value),
             .scales_at = kChannels, .scale = 0.f, .channels = kChannels,
             .groups = {.count = 2, .end = {kFirst, kChannels}}};
-  const std::vector<float> correction(kBlockRows, 0.5f);
+  std::vector<float> correction;
+  for (int row = 0; row < kBlockRows; ++row) correction.push_back(0.5f + 0x1p-6f * row);
   kernels().add_int8_in_place(tile, correction.data());
   for (std::int64_t h = 0; h < kHeads; ++h) {
     for (std::int64_t r = 0; r < kCount; ++r) {
       for (std::int64_t c = 0; c < kChannels; ++c) {
         const std::int64_t row = 8 * h + r;
-        double expected = 0.5, squares = 0, largest = 0;
+        double expected = static_cast<double>(correction[Block::at(row)]), squares = 0, largest = 0;
         for (std::int64_t t = 0; t < kTokens; ++t) {
           if (t == kHidden) continue;
           const double code = values[Block::at(t)][Block::at(h)].codes[c];
