@@ -139,46 +139,11 @@ void check_format(CacheFormat format, const std::string& name, std::uint32_t& se
   check(tree);
 }
 
-void run_checks() {
+/// Windows, sinks, draft trees, and keys that are NaN.
+void check_variants(std::uint32_t& seed) {
   constexpr auto bf16 = ElementType::bf16;
   constexpr auto f16 = ElementType::f16;
   constexpr auto f32 = ElementType::f32;
-  std::uint32_t seed = 1;
-  check_case({"one key", 16, {1}, {1}}, ++seed);
-  check_case({"one tile", 16, {1}, {64}}, ++seed);
-  check_case({"a long one", 16, {1}, {3001}}, ++seed);
-  check_case({"128 heads", 128, {1, 1}, {1000, 777}, 64, bf16, f32}, ++seed);
-  check_case({"f16", 64, {1, 1, 1}, {500, 1, 260}, 16, f16, f16}, ++seed);
-  check_case({"f16 to f32, 16 heads", 16, {1, 1, 1}, {500, 1, 260}, 32, f16, f32}, ++seed);
-  check_case({"zero lengths", 12, {1, 1, 1, 1}, {0, 130, 0, 70}, 16, bf16, bf16}, ++seed);
-  check_case({"all empty", 12, {1, 1}, {0, 0}}, ++seed);
-  check_case({"requests without queries, padding",
-              9,
-              {0, 2, 0, 1, 0},
-              {50, 300, 9, 200, 0},
-              16,
-              bf16,
-              bf16,
-              true,
-              true,
-              3},
-             ++seed);
-  check_case({"ragged causal", 24, {1, 4, 2, 7}, {900, 4, 333, 65}, 32, bf16, f32}, ++seed);
-  check_case(
-      {"ragged not causal", 24, {1, 4, 2, 7}, {900, 4, 333, 65}, 32, bf16, bf16, true, false},
-      ++seed);
-  check_case({"more queries than keys", 16, {5, 3}, {2, 70}, 64, bf16, f32}, ++seed);
-  check_case({"one winner", 16, {1, 1}, {400, 1500}, 64, bf16, f32, true, true, 0, 0, 40.f},
-             ++seed);
-  check_case({"gaps, no lse", 40, {1, 2}, {300, 500}, 64, bf16, bf16, false, true, 0, 128}, ++seed);
-  for (const std::int32_t heads : {1, 3, 20, 63, 126}) {
-    check_case({"heads " + std::to_string(heads), heads, {1, 2}, {210, 450}, 64, bf16, bf16},
-               ++seed);
-  }
-  for (const std::int64_t block : {1, 2, 3, 48, 61, 128, 256}) {
-    check_case({"block " + std::to_string(block), 16, {1, 1}, {333, 130}, block, bf16, bf16},
-               ++seed);
-  }
   {
     CaseShape c{"windows", 16, {1, 1, 3, 1}, {900, 40, 200, 128}, 32, bf16, bf16};
     for (const std::int32_t window : {0, 1, 63, 64, 127, 500}) {
@@ -218,6 +183,41 @@ void run_checks() {
       check_case(c, ++seed);
     }
   }
+}
+
+void run_checks() {
+  constexpr auto bf16 = ElementType::bf16;
+  constexpr auto f16 = ElementType::f16;
+  constexpr auto f32 = ElementType::f32;
+  std::uint32_t seed = 1;
+  check_case({"one key", 16, {1}, {1}}, ++seed);
+  check_case({"one tile", 16, {1}, {64}}, ++seed);
+  check_case({"a long one", 16, {1}, {3001}}, ++seed);
+  check_case({"128 heads", 128, {1, 1}, {1000, 777}, 64, bf16, f32}, ++seed);
+  check_case({"f16", 64, {1, 1, 1}, {500, 1, 260}, 16, f16, f16}, ++seed);
+  check_case({"f16 to f32, 16 heads", 16, {1, 1, 1}, {500, 1, 260}, 32, f16, f32}, ++seed);
+  check_case({"zero lengths", 12, {1, 1, 1, 1}, {0, 130, 0, 70}, 16, bf16, bf16}, ++seed);
+  check_case({"all empty", 12, {1, 1}, {0, 0}}, ++seed);
+  check_case({"requests without queries, padding", 9, {0, 2, 0, 1, 0}, {50, 300, 9, 200, 0}, 16,
+              bf16, bf16, true, true, 3},
+             ++seed);
+  check_case({"ragged causal", 24, {1, 4, 2, 7}, {900, 4, 333, 65}, 32, bf16, f32}, ++seed);
+  check_case(
+      {"ragged not causal", 24, {1, 4, 2, 7}, {900, 4, 333, 65}, 32, bf16, bf16, true, false},
+      ++seed);
+  check_case({"more queries than keys", 16, {5, 3}, {2, 70}, 64, bf16, f32}, ++seed);
+  check_case({"one winner", 16, {1, 1}, {400, 1500}, 64, bf16, f32, true, true, 0, 0, 40.f},
+             ++seed);
+  check_case({"gaps, no lse", 40, {1, 2}, {300, 500}, 64, bf16, bf16, false, true, 0, 128}, ++seed);
+  for (const std::int32_t heads : {1, 3, 20, 63, 126}) {
+    check_case({"heads " + std::to_string(heads), heads, {1, 2}, {210, 450}, 64, bf16, bf16},
+               ++seed);
+  }
+  for (const std::int64_t block : {1, 2, 3, 48, 61, 128, 256}) {
+    check_case({"block " + std::to_string(block), 16, {1, 1}, {333, 130}, block, bf16, bf16},
+               ++seed);
+  }
+  check_variants(seed);
   CaseShape many{"many requests", 16};
   std::mt19937 random(5);
   for (int i = 0; i < 200; ++i) {
@@ -236,30 +236,6 @@ void run_checks() {
 }
 
 // ------------------------------------------------------------------------------------ timing
-
-/// Codes and scales of whole rows. e4m3 codes are no NaN and of magnitudes up to 1; bf16 are small.
-__global__ void fill_rows(std::uint8_t* data, std::size_t rows, CacheFormat format, int row_bytes) {
-  for (std::size_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    std::uint8_t* at = data + row * row_bytes;
-    const bool e4m3 = format == CacheFormat::fp8_e4m3 || format == CacheFormat::fp8_ds_mla;
-    const int codes = e4m3 ? row_bytes : row_bytes - 8;
-    for (int i = threadIdx.x; i < codes; i += blockDim.x) {
-      std::uint64_t x = (row << 10) + i + 1;
-      x = (x ^ (x >> 31)) * 0x9e3779b97f4a7c15ull;
-      x = (x ^ (x >> 29)) * 0xbf58476d1ce4e5b9ull;
-      const auto byte = static_cast<std::uint8_t>(x >> 40);
-      at[i] = e4m3 ? byte & 0xbf : byte;
-    }
-    if (codes < row_bytes && threadIdx.x < 2) {
-      reinterpret_cast<float*>(at + codes)[threadIdx.x] =
-          format == CacheFormat::int8_per_token ? 0.015f : 0.2f;
-    }
-    __syncthreads();  // Other threads' codes lie where these scales belong.
-    if (format == CacheFormat::fp8_ds_mla && threadIdx.x < 4) {
-      reinterpret_cast<float*>(at + kLatent)[threadIdx.x] = 0.5f;
-    }
-  }
-}
 
 struct TimedShape {
   std::int32_t batch, heads, kv, query_len;
