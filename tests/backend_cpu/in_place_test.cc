@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "backend_cpu/cpu_test.h"
+#include "backends/cpu/query_codes.h"
 #include "support/poison.h"
 
 namespace fovea::test {
@@ -205,13 +206,12 @@ TEST_P(InPlace, ANaNReachesTheRowsThatSeeItAndNoOther) {
 TEST_P(InPlace, ProductsOfInt8AddUpExactly) {
   // Two groups, neither whole vectors and one wider than what is widened at once, whose scales lie
   // behind the codes; 1, 2 and 4 rows at once.
-  constexpr std::int64_t kChannels = 350, kFirst = 50, kStride = 400, kTokens = 51, kCount = 7;
+  constexpr std::int64_t kChannels = 350, kFirst = 50, kTokens = 51, kCount = 7;
   struct Key {
     std::int8_t codes[kChannels];
     std::byte scales[2 * sizeof(float)];
   };
   std::vector<Key> keys(kTokens);
-  std::vector<std::int16_t> q(8 * 2 * kStride);
   const std::byte* rows[kTileTokens] = {};
   const float scales[2] = {0x1p-9f, 0x1p-8f};
   for (std::int64_t t = 0; t < kTileTokens; ++t) {
@@ -225,18 +225,15 @@ TEST_P(InPlace, ProductsOfInt8AddUpExactly) {
   }
   // Four rows share vectors, then two, then one has them alone; the second group begins with one.
   const std::int64_t lanes = kernels().lanes;
-  const auto q_at = [&](std::int64_t r, std::int64_t c) -> std::int16_t& {
-    const std::int64_t together = r < 4 ? 4 : r < 6 ? 2 : 1, width = 2 * lanes / together;
-    const std::int64_t in_group = c < kFirst ? c : c - kFirst;
-    const std::int64_t before = c < kFirst ? 0 : (kFirst + 2 * lanes - 1) / (2 * lanes);
-    const std::int64_t vector = before * together + in_group / width;
-    return q[Block::at((r - r % together) * 2 * kStride + vector * 2 * lanes +
-                       r % together * width + in_group % width)];
-  };
+  const cpu::ChannelGroups groups{.count = 2, .end = {kFirst, kChannels}};
+  const std::int64_t stride = cpu::query_code_stride(kernels(), groups);
+  std::vector<std::int16_t> q(static_cast<std::size_t>(kCount * stride), -1);
+  std::int16_t codes[kCount][kChannels];
   for (std::int64_t r = 0; r < kCount; ++r) {
     for (std::int64_t c = 0; c < kChannels; ++c) {
-      q_at(r, c) = static_cast<std::int16_t>((r * 7919 + c * 12289) % 65535 - 32767);
+      codes[r][c] = static_cast<std::int16_t>((r * 7919 + c * 12289) % 65279 - 32639);
     }
+    cpu::put_query_codes(kernels(), groups, codes[r], r, kCount, q.data());
   }
   std::vector<float> scores(kBlockRows * kTileTokens);
   std::vector<float> steps;
@@ -251,10 +248,9 @@ TEST_P(InPlace, ProductsOfInt8AddUpExactly) {
   tile.head_stride = 8;
   tile.q_codes = q.data();
   tile.q_steps = steps.data();
-  tile.q_stride = kStride;
+  tile.q_code_stride = stride;
   tile.k = {.rows = rows, .head_at = 0, .head_bytes = sizeof(Key),
-            .scales_at = kChannels, .scale = 0.f, .channels = kChannels,
-            .groups = {.count = 2, .end = {kFirst, kChannels}}};
+            .scales_at = kChannels, .scale = 0.f, .channels = kChannels, .groups = groups};
   kernels().score_int8_in_place(tile);
   for (std::int64_t r = 0; r < kCount; ++r) {
     for (std::int64_t t = 0; t < kTokens; ++t) {
@@ -262,7 +258,7 @@ TEST_P(InPlace, ProductsOfInt8AddUpExactly) {
       for (int g = 0; g < 2; ++g) {
         std::int32_t sum = 0;
         for (std::int64_t c = g == 0 ? 0 : kFirst; c < tile.k.groups.end[g]; ++c) {
-          sum += q_at(r, c) * keys[Block::at(t)].codes[c];
+          sum += codes[r][c] * keys[Block::at(t)].codes[c];
         }
         expected += static_cast<float>(sum) * (steps[Block::at(r)] * scales[g]);
       }

@@ -41,8 +41,8 @@ float to_fixed_point(const float* x, std::int64_t n, std::int64_t summed, std::i
     return finite ? 0.f : std::numeric_limits<float>::quiet_NaN();
   }
   constexpr std::int64_t kMaxSum = std::numeric_limits<std::int32_t>::max() / 128;
-  const double limit = static_cast<double>(
-      std::min<std::int64_t>(std::numeric_limits<std::int16_t>::max(), kMaxSum / summed));
+  constexpr std::int64_t kTwoDigits = 127 * 256 + 127;  // Both signed, of 8 bits.
+  const auto limit = static_cast<double>(std::min(kTwoDigits, kMaxSum / summed));
   const double factor = limit / static_cast<double>(largest);
   for (std::int64_t i = 0; i < n; ++i) {
     codes[i] = static_cast<std::int16_t>(std::lrint(static_cast<double>(x[i]) * factor));

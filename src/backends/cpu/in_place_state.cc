@@ -3,6 +3,7 @@
 #include <bit>
 
 #include "backends/cpu/formats/codes.h"
+#include "backends/cpu/query_codes.h"
 #include "kv/formats/per_token/codec.h"
 
 namespace fovea::cpu {
@@ -39,9 +40,13 @@ std::int64_t InPlaceState::stride_of(std::int64_t count) {
 
 InPlaceState::InPlaceState(const Kernels& kernels, const AttendShape& shape, Carver&& carver)
     : RowState(kernels, shape, kTokens, carver),
-      q_stride_(padded_stride(shape.qk_channels, sizeof(float))) {
-  q_ = carver.take<float>(shape.max_rows * q_stride_);
-  q_codes_ = reinterpret_cast<std::int16_t*>(q_);
+      q_stride_(padded_stride(shape.qk_channels, sizeof(float))),
+      q_code_stride_(query_code_stride(kernels, shape.k_groups)) {
+  if (shape.int8_keys) {
+    q_codes_ = carver.take<std::int16_t>(shape.max_rows * q_code_stride_);
+  } else {
+    q_ = carver.take<float>(shape.max_rows * q_stride_);
+  }
   q_steps_ = carver.take<float>(shape.max_rows);
   fixed_query_ = carver.take<std::int16_t>(shape.qk_channels);
   used_ = carver.used();
@@ -78,21 +83,9 @@ void InPlaceState::set_fixed_query(std::int64_t row) {
   const ChannelGroups& groups = shape_.k_groups;
   const float step = to_fixed_point(query_, shape_.qk_channels, groups.widest(), fixed_query_);
   q_steps_[row] = shape_.score_factor * step;
-  const std::int64_t in_head = row % heads_.stride, left = heads_.count - in_head / 4 * 4;
-  const std::int64_t together = left >= 4 ? 4 : in_head % 4 < (left & 2) ? 2 : 1;
-  // Channels of a row in a vector that it shares.
-  const std::int64_t lanes = 2 * kernels_.lanes, width = lanes / together;
-  std::int16_t* codes = q_codes_ + (row - in_head % together) * 2 * q_stride_;
-  std::int64_t begin = 0;
-  for (int g = 0; g < groups.count; ++g) {
-    const std::int64_t channels = groups.end[g] - begin;
-    for (std::int64_t c = 0; c < channels; ++c) {
-      codes[(c / width * together + in_head % together) * width + c % width] =
-          fixed_query_[begin + c];
-    }
-    codes += (channels + lanes - 1) / lanes * lanes * together;
-    begin = groups.end[g];
-  }
+  const std::int64_t in_head = row % heads_.stride;
+  put_query_codes(kernels_, groups, fixed_query_, in_head, heads_.count,
+                  q_codes_ + (row - in_head) * q_code_stride_);
 }
 
 void InPlaceState::attend_tile(const HeadRows& heads, const QueryRows& queries,
@@ -123,8 +116,11 @@ void InPlaceState::attend(const HeadRows& heads, std::int64_t head, std::int64_t
     }
     tile.row_mask = row_masks;
   }
-  tile.q = q_ + first * q_stride_;
-  tile.q_codes = q_codes_ + first * 2 * q_stride_;
+  if (shape_.int8_keys) {
+    tile.q_codes = q_codes_ + first * q_code_stride_;
+  } else {
+    tile.q = q_ + first * q_stride_;
+  }
   tile.q_steps = q_steps_ + first;
   tile.out = out_row(first);
   tile.k = keys_.from_head(head, shape_.qk_channels, shape_.k_groups);
@@ -140,6 +136,7 @@ void InPlaceState::attend(const HeadRows& heads, std::int64_t head, std::int64_t
   tile.head_rows = count;
   tile.head_stride = heads.stride;
   tile.q_stride = q_stride_;
+  tile.q_code_stride = q_code_stride_;
   tile.out_stride = out_stride_;
   alignas(64) float correction[kBlockRows];
   const auto score = shape_.int8_keys ? kernels_.score_int8_in_place

@@ -102,11 +102,9 @@ struct InPlaceTile : ScoreBlock {
   /// Times sm_scale * log2(e): [rows][q_stride], zeros up to whole vectors. Against bf16 keys, each
   /// whole 2 * lanes channels are a vector of the even ones and one of the odd ones.
   const float* q;
-  /// Against int8 keys, in fixed point: [rows][2 * q_stride]. Rows of a head that are met at once,
-  /// four, two or one from a row r on, share vectors from r * 2 * q_stride on:
-  /// [vectors][rows][lanes / rows][2]. Each group of the keys has a multiple of 2 * lanes channels
-  /// of them, whatever behind its own.
+  /// Against int8 keys, in fixed point: [rows][q_code_stride], as query_codes.h lays them out.
   const std::int16_t* q_codes;
+  std::int64_t q_code_stride;
   const float* q_steps;  ///< [rows] what q_codes count, times sm_scale * log2(e).
   float* out;      ///< [rows][out_stride], whole vectors writable: sum of weights times values.
   StoredRows k;
@@ -203,6 +201,7 @@ struct Kernels {
   void (*score_in_place[kNumStored])(const InPlaceTile& tile);
   /// The same of i8 and queries in fixed point, whose products add up exactly.
   void (*score_int8_in_place)(const InPlaceTile& tile);
+  bool query_digits;  ///< As what it takes the queries: query_codes.h.
   /// Scores of the block become weights. `correction` [row vectors][lanes] is what the sums of
   /// values so far shrink by.
   void (*weigh)(const ScoreBlock& block, float* correction);

@@ -60,10 +60,9 @@ FOVEA_INLINE Vec fix_weights(const float* weights, std::int32_t* pairs) {
 }
 
 /// Of all rows against a group.
-void fix_weights(const InPlaceTile& tile, const HeadLanes& lanes, int group, FixedWeights& fixed,
-                 RowsAhead& next) {
+void fix_weights(const InPlaceTile& tile, int group, FixedWeights& fixed, RowsAhead& next) {
   alignas(64) float scaled[kBlockRows * kTileTokens];
-  scale_weights(tile, lanes, group, scaled, next);
+  scale_weights(tile, group, scaled, next);
   for (std::int64_t row = 0; row < tile.rows; row += kLanes) {
     float* end = scaled + row * kTileTokens + tile.tokens * kLanes;
     for (std::int64_t t = tile.tokens; t < kTileTokens; ++t, end += kLanes) {
@@ -117,7 +116,8 @@ template <int Rows, int Vectors, bool whole>
   }
   RowsAhead ahead = next;  // In registers.
   for (std::int64_t t = 0; t < tile.tokens; t += 2, p += kLanes) {
-    ahead.ask<2 * Vectors * kLanes>();
+    // An eighth less than is read here: who scaled the weights has asked for as much and more.
+    if (t % 16 != 0) ahead.ask<2 * Vectors * kLanes>();
     const std::byte *a = tile.v.rows[t] + head_at, *b = tile.v.rows[t + 1] + head_at;
 #pragma GCC unroll 4
     for (int j = 0; j < Vectors; j += 2) {
@@ -188,11 +188,10 @@ void add_int8_head(const InPlaceTile& tile, std::int64_t head, const FixedWeight
 
 void add_int8_in_place(const InPlaceTile& tile, const float* correction) {
   RowsAhead next = keys_ahead(tile);
-  const HeadLanes lanes = head_lanes(tile);
   FixedWeights weights[ChannelGroups::kMax];
   for (int g = 0; g < tile.v.groups.count; ++g) {
     weights[g].correction = correction;
-    fix_weights(tile, lanes, g, weights[g], next);
+    fix_weights(tile, g, weights[g], next);
   }
   for (std::int64_t head = 0; head < tile.heads; ++head) add_int8_head(tile, head, weights, next);
   next.ask_rest();

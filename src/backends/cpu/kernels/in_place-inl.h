@@ -12,6 +12,7 @@
 //
 // Every sum runs over its index in order, whatever the register tile: a row's bits do not depend on
 // the rows that it is computed with.
+#include <utility>
 
 namespace fovea::cpu::FOVEA_CPU_ISA {
 namespace {
@@ -132,12 +133,15 @@ FOVEA_INLINE RowsAhead keys_ahead(const InPlaceTile& tile) {
   return {tile.k, tile.next_keys, tile.num_next_keys, tile.heads};
 }
 
+FOVEA_INLINE float float_at(const std::byte* p) {
+  float value;
+  __builtin_memcpy(&value, p, sizeof value);
+  return value;
+}
+
 /// Of a head that has it.
 FOVEA_INLINE float stored_scale(const StoredRows& rows, const std::byte* head, int group) {
-  float scale;
-  __builtin_memcpy(&scale, head + rows.scales_at + group * std::int64_t{sizeof scale},
-                   sizeof scale);
-  return scale;
+  return float_at(head + rows.scales_at + group * std::int64_t{sizeof(float)});
 }
 FOVEA_INLINE float scale_of(const StoredRows& rows, const std::byte* head, int group) {
   return rows.scales_at < 0 ? rows.scale : stored_scale(rows, head, group);
@@ -162,13 +166,14 @@ template <class T, int Rows, int Tokens>
 FOVEA_INLINE void add_dots(const InPlaceTile& tile, const KeySpan& span, const float* dots) {
   typedef float Row __attribute__((vector_size(sizeof(float) * Rows)));
   float* scores = score_at(tile, span.row, span.token);
-  const StoredRows keys = tile.k;  // Nothing that is written is part of it.
+  const StoredRows keys = tile.k;  // Nothing that is written is part of these.
+  const int group = span.group;
   const bool adds = span.begin > 0;
 #pragma GCC unroll 16
   for (int t = 0; t < Tokens; ++t) {
     Row score, before;
     __builtin_memcpy(&score, dots + t * Rows, sizeof score);
-    if constexpr (kHasScales<T>) score *= scale_of(keys, span.heads[t], span.group);
+    if constexpr (kHasScales<T>) score *= scale_of(keys, span.heads[t], group);
     if (adds) {
       __builtin_memcpy(&before, scores + t * kLanes, sizeof before);
       score += before;
@@ -303,52 +308,76 @@ struct TileWeights {
   }
 };
 
-/// Lane masks of the heads that share a row vector.
-struct HeadLanes {
-  Mask of[kLanes];
-  std::int64_t heads;
+template <int kCount>
+struct Floats {
+  typedef float Type __attribute__((vector_size(sizeof(float) * kCount)));
 };
 
-FOVEA_INLINE HeadLanes head_lanes(const InPlaceTile& tile) {
-  float index[kLanes];
-  for (int l = 0; l < kLanes; ++l) index[l] = static_cast<float>(l);
-  HeadLanes lanes;
-  lanes.heads = tile.head_stride < kLanes ? kLanes / tile.head_stride : 1;
-  for (std::int64_t h = 0; h < lanes.heads; ++h) {
-    // Those from the head's on: later heads come later.
-    lanes.of[h] = less(broadcast(static_cast<float>(h * tile.head_stride) - 0.5f), load(index));
+/// The floats at row + at[h] of kHeads heads, each in as many neighbouring lanes.
+template <int kHeads, int... Lane>
+FOVEA_INLINE Vec spread(const std::byte* row, const std::int64_t (&at)[kHeads],
+                        std::integer_sequence<int, Lane...>) {
+  if constexpr (kHeads == 1) {
+    return broadcast(float_at(row + at[0]));
+  } else {
+    typename Floats<kHeads>::Type few = {};  // In a register: a load would wait for several stores.
+#pragma GCC unroll 16
+    for (int h = 0; h < kHeads; ++h) few[h] = float_at(row + at[h]);
+    const auto again = (Vec)repeat_words<kHeads>(&few);
+    return (Vec)__builtin_shufflevector(again, again, (Lane / (kLanes / kHeads))...);
   }
-  return lanes;
 }
 
-/// Scales of a token's heads from `head` on, each in the lanes of its rows.
-FOVEA_INLINE Vec scales_of_heads(const StoredRows& values, const std::byte* head, int group,
-                                 const HeadLanes& lanes) {
-  Vec scales = broadcast(stored_scale(values, head, group));
-  for (std::int64_t h = 1; h < lanes.heads; ++h) {
-    const float scale = stored_scale(values, head + h * values.head_bytes, group);
-    scales = select(lanes.of[h], broadcast(scale), scales);
+/// The row vector's weights, from `weights` on, times the scales of a group of the values of the
+/// kHeads heads from `first` on that share it. Asks for a line with each vector, lest memory wait for
+/// the products.
+template <int kHeads>
+void scale_vector(const InPlaceTile& tile, std::int64_t first, int group, const float* weights,
+                  float* scaled, RowsAhead& next) {
+  const StoredRows values = tile.v;
+  const std::int64_t group_at = values.scales_at + group * std::int64_t{sizeof(float)};
+  std::int64_t at[kHeads];
+  for (int h = 0; h < kHeads; ++h) {
+    const std::int64_t head = first + h < tile.heads ? first + h : tile.heads - 1;
+    at[h] = values.offset_of(head) + group_at;
   }
-  return scales;
+  RowsAhead ahead = next;  // In registers.
+  for (std::int64_t t = 0; t < tile.tokens; ++t, weights += kLanes, scaled += kLanes) {
+    ahead.ask<RowsAhead::kLine>();
+    const Vec scales = spread(values.rows[t], at, std::make_integer_sequence<int, kLanes>());
+    store(scaled, mul(load(weights), scales));
+  }
+  next = ahead;
 }
 
-/// Weights times the scales of a group of the values: [row vectors][kTileTokens][lanes]. Asks for
-/// half a line with each vector, lest memory wait for the products.
-void scale_weights(const InPlaceTile& tile, HeadLanes lanes, int group, float* scaled,
-                   RowsAhead& next) {
-  const StoredRows& values = tile.v;
+/// Weights times the scales of a group of the values: [row vectors][kTileTokens][lanes].
+void scale_weights(const InPlaceTile& tile, int group, float* scaled, RowsAhead& next) {
   for (std::int64_t row = 0; row < tile.rows; row += kLanes) {
-    const std::int64_t first = row / tile.head_stride;
-    if (tile.heads - first < lanes.heads) lanes.heads = tile.heads - first;
-    const std::int64_t head_at = values.offset_of(first);
     const float* weights = score_at(tile, row, 0);
     float* to = scaled + row * kTileTokens;
-    for (std::int64_t t = 0; t < tile.tokens; ++t, weights += kLanes, to += kLanes) {
-      next.ask<RowsAhead::kLine / 2>();
-      const Vec scales = values.scales_at < 0
-                             ? broadcast(values.scale)
-                             : scales_of_heads(values, values.rows[t] + head_at, group, lanes);
-      store(to, mul(load(weights), scales));
+    if (tile.v.scales_at < 0) {
+      const Vec scale = broadcast(tile.v.scale);
+      for (std::int64_t i = 0; i < tile.tokens * kLanes; i += kLanes) {
+        store(to + i, mul(load(weights + i), scale));
+      }
+      continue;
+    }
+    const std::int64_t first = row / tile.head_stride;
+    switch (tile.head_stride) {
+      case 1:
+        scale_vector<kLanes>(tile, first, group, weights, to, next);
+        break;
+      case 2:
+        scale_vector<kLanes / 2>(tile, first, group, weights, to, next);
+        break;
+      case 4:
+        scale_vector<(kLanes > 4 ? kLanes / 4 : 1)>(tile, first, group, weights, to, next);
+        break;
+      case 8:
+        scale_vector<(kLanes > 8 ? kLanes / 8 : 1)>(tile, first, group, weights, to, next);
+        break;
+      default:
+        scale_vector<1>(tile, first, group, weights, to, next);
     }
   }
 }
@@ -479,13 +508,12 @@ template <class T>
 void add_in_place(const InPlaceTile& tile, const float* correction) {
   correct_rows(tile, correction);
   RowsAhead next = keys_ahead(tile);
-  const HeadLanes lanes = head_lanes(tile);
   alignas(64) float scaled[kBlockRows * kTileTokens];
   std::int64_t channel = 0;
   for (int g = 0; g < tile.v.groups.count; ++g) {
     TileWeights weights{.at = tile.scores, .capacity = tile.capacity};
     if constexpr (kHasScales<T>) {
-      scale_weights(tile, lanes, g, scaled, next);
+      scale_weights(tile, g, scaled, next);
       weights = {.at = scaled, .capacity = kTileTokens};
     }
     for (std::int64_t head = 0; head < tile.heads; ++head) {

@@ -16,6 +16,7 @@ const Kernels kKernels = {
      score_in_place<Float8E4M3FN>, score_in_place<Float8E5M2>, score_in_place<std::int8_t>,
      score_in_place<Nibbles>},
     score_int8_in_place,
+    kQueryDigits,
     weigh,
     {add_in_place<float>, add_in_place<Float16>, add_in_place<BFloat16>,
      add_in_place<Float8E4M3FN>, add_in_place<Float8E5M2>, add_in_place<std::int8_t>,

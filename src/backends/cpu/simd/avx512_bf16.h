@@ -31,6 +31,11 @@ FOVEA_INLINE Vec dot_pairs(Vec sum, Pairs a, Pairs b) {
 FOVEA_INLINE IntVec dot_pairs(IntVec sum, Pairs a, Pairs b) {
   return dot_int_pairs(sum, (IntPairs)a, (IntPairs)b);
 }
+/// sum + a[0] * b[0] + ... + a[3] * b[3] in each lane, of unsigned bytes a and signed ones b, modulo
+/// 2^32.
+FOVEA_INLINE IntVec dot_bytes(IntVec sum, IntVec a, IntVec b) {
+  return (IntVec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+}
 /// Pairs of int16 that bf16 has, as bf16.
 FOVEA_INLINE Pairs bf16_of_int16(Pairs v) {
   const __m512 first = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(v, 16), 16));

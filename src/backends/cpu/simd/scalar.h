@@ -79,6 +79,20 @@ FOVEA_INLINE IntVec dot_int_pairs(IntVec sum, IntPairs a, IntPairs b) {
   return sum;
 }
 
+/// sum + a[0] * b[0] + ... + a[3] * b[3] in each lane, of unsigned bytes a and signed ones b, modulo
+/// 2^32.
+FOVEA_INLINE IntVec dot_bytes(IntVec sum, IntVec a, IntVec b) {
+  std::uint8_t of_a[4 * kLanes];
+  std::int8_t of_b[4 * kLanes];
+  __builtin_memcpy(of_a, &a, sizeof of_a);
+  __builtin_memcpy(of_b, &b, sizeof of_b);
+  for (int i = 0; i < 4 * kLanes; ++i) {
+    sum[i / 4] = static_cast<std::int32_t>(static_cast<std::uint32_t>(sum[i / 4]) +
+                                           static_cast<std::uint32_t>(of_a[i] * of_b[i]));
+  }
+  return sum;
+}
+
 /// Lane i: the sum of the lanes of v[i], in one order for all.
 FOVEA_INLINE Vec sums_of_lanes(const Vec (&v)[kLanes]) {
   const Vec low = Vec{v[0][0], v[1][0], v[2][0], v[3][0]} + Vec{v[0][2], v[1][2], v[2][2], v[3][2]};

@@ -1,18 +1,20 @@
-// Scores of few rows per key head from keys stored as int8 and queries in fixed point.
-// Included inside an instruction set's unit, after in_place-inl.h.
+// Scores of few rows per key head from keys stored as int8 and queries in fixed point, where the
+// instruction set multiplies pairs of int16 at most.
+// Included inside an instruction set's unit, after add_words-inl.h.
 //
 //   S[token][row] = K[token][:] . Q[row][:]      lanes are pairs of channels, each with all rows
 //
 // Keys of a few tokens become int16 in L1, from where loads repeat their pairs for nothing; a
 // vector of the query has the same pairs of each row. What is left to add within a vector are as
 // many sums as a row has lanes. Products are exact, and so are their sums: their order is free.
-#include <utility>
 
 namespace fovea::cpu::FOVEA_CPU_ISA {
 namespace {
 
 /// Channels that are widened before they are multiplied.
 constexpr std::int64_t kWideChannels = 128;
+/// Queries are words of 16 bits.
+constexpr bool kQueryDigits = false;
 
 /// Codes of kDotSums tokens as int16, zeros behind the last up to whole vectors. From a token to
 /// the next is no power of two, lest a load seem to read what was stored for another.
@@ -21,56 +23,45 @@ struct WideKeys {
   std::int64_t channels;
 };
 
-/// Channels [span.begin, end) of the span's heads, which lie `head_bytes` apart. Asks for half of
-/// what comes, products for the other half: too much at once would hold up the loads here. The next
-/// heads come from L2 meanwhile.
+/// The last channels of a span, from `begin` on, less than 2 * kLanes: rare, so not inline.
+[[gnu::noinline]] void widen_last(const KeySpan& span, std::int64_t begin, WideKeys& keys) {
+  for (int t = 0; t < kDotSums; ++t) {
+    std::int8_t some[2 * kLanes] = {};
+    __builtin_memcpy(some, span.heads[t] + span.begin + begin,
+                     static_cast<std::size_t>(keys.channels - begin));
+    const IntPairs wide = load_int_pairs(some);
+    __builtin_memcpy(keys.codes[t] + begin, &wide, sizeof wide);
+  }
+}
+
+/// Channels [span.begin, end) of the span's heads, which lie `head_bytes` apart. With each line of
+/// codes one of what is needed soon is asked for, and one of the next heads comes from L2 to L1.
 FOVEA_INLINE void widen_keys(const KeySpan& span, std::int64_t end, std::int64_t head_bytes,
                              WideKeys& keys, RowsAhead& next) {
   constexpr std::int64_t kCodes = 2 * kLanes;
+  constexpr std::int64_t kTokens = RowsAhead::kLine / kCodes;  // Whose codes of a step are a line.
+  static_assert(kDotSums % kTokens == 0);
   keys.channels = end - span.begin;
   RowsAhead ahead = next;  // In registers.
-  for (int t = 0; t < kDotSums; ++t) {
-    ahead.ask<kWideChannels / 2>();
-    const auto* codes = reinterpret_cast<const std::int8_t*>(span.heads[t]) + span.begin;
-    // Their first line is the last one here.
-    for (std::int64_t line = RowsAhead::kLine; line <= keys.channels; line += RowsAhead::kLine) {
-      __builtin_prefetch(codes + head_bytes + line, 0, 3);
-    }
-    std::int16_t* to = keys.codes[t];
-    std::int64_t left = keys.channels;
-    for (; left >= kCodes; left -= kCodes, codes += kCodes, to += kCodes) {
-      const IntPairs wide = load_int_pairs(codes);
-      __builtin_memcpy(to, &wide, sizeof wide);
-    }
-    if (left > 0) {
-      std::int8_t some[kCodes] = {};
-      __builtin_memcpy(some, codes, static_cast<std::size_t>(left));
-      const IntPairs wide = load_int_pairs(some);
-      __builtin_memcpy(to, &wide, sizeof wide);
+  std::int64_t c = 0;
+  for (; c + kCodes <= keys.channels; c += kCodes) {
+    const std::int64_t from = span.begin + c, step = c / kCodes % kTokens;
+    // The next heads' first line is the last one here.
+    const std::int64_t next_head = from + head_bytes + RowsAhead::kLine - step * kCodes;
+#pragma GCC unroll 16
+    for (std::int64_t t = 0; t < kDotSums; t += kTokens) {
+      ahead.ask<RowsAhead::kLine>();
+      __builtin_prefetch(span.heads[t + step] + next_head, 0, 3);
+#pragma GCC unroll 16
+      for (std::int64_t i = t; i < t + kTokens; ++i) {
+        const IntPairs wide =
+            load_int_pairs(reinterpret_cast<const std::int8_t*>(span.heads[i] + from));
+        __builtin_memcpy(keys.codes[i] + c, &wide, sizeof wide);
+      }
     }
   }
   next = ahead;
-}
-
-/// Sums of neighbouring blocks of lanes in pairs, those of a first.
-template <int Block, int... Lane>
-FOVEA_INLINE IntVec add_neighbours(IntVec a, IntVec b, std::integer_sequence<int, Lane...>) {
-  return add(__builtin_shufflevector(a, b, (Lane / Block * 2 * Block + Lane % Block)...),
-             __builtin_shufflevector(a, b, ((Lane / Block * 2 + 1) * Block + Lane % Block)...));
-}
-
-/// Adds up every Words lanes of each vector: sums[0] has those of the first Words vectors.
-template <int Words>
-FOVEA_INLINE void add_words(IntVec (&sums)[kDotSums], int vectors) {
-  if constexpr (Words > 1) {
-    vectors /= 2;
-#pragma GCC unroll 8
-    for (int i = 0; i < vectors; ++i) {
-      sums[i] = add_neighbours<Words / 2>(sums[2 * i], sums[2 * i + 1],
-                                          std::make_integer_sequence<int, kLanes>());
-    }
-    add_words<Words / 2>(sums, vectors);
-  }
+  if (c < keys.channels) widen_last(span, c, keys);
 }
 
 /// Rows from span.row on, against `q`, their codes from the first channel on. Registers: kDotSums
@@ -120,7 +111,7 @@ void score_int8_head(const InPlaceTile& tile, std::int64_t head, std::int64_t to
       const std::int64_t end = group_end < most ? group_end : most;
       widen_keys(span, end, tile.k.head_bytes, keys, next);
       const auto q_at = [&](int rows) {
-        return tile.q_codes + span.row * 2 * tile.q_stride + q_channel * rows;
+        return tile.q_codes + span.row * tile.q_code_stride + q_channel * rows;
       };
       span.row = first;
       for (; span.row + 4 <= last; span.row += 4) score_wide<4>(tile, span, keys, q_at(4), next);

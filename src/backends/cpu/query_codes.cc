@@ -1,0 +1,80 @@
+#include "backends/cpu/query_codes.h"
+
+#include <cstring>
+#include <numeric>
+
+namespace fovea::cpu {
+namespace {
+
+std::int64_t divided_up(std::int64_t n, std::int64_t by) { return (n + by - 1) / by; }
+
+/// A row's part of vectors that `rows` share.
+struct Part {
+  std::int64_t row, rows;
+  std::int64_t vector;  ///< Bytes of one.
+
+  std::int64_t bytes() const { return vector / rows; }
+  std::byte* of(std::byte* vectors, std::int64_t index) const {
+    return vectors + index * vector + row * bytes();
+  }
+};
+
+/// The codes of a group, and zeros; returns the vectors.
+std::int64_t put_words(const Part& part, const std::int16_t* codes, std::int64_t count,
+                       std::byte* vectors) {
+  const std::int64_t channels = part.bytes() / 2, steps = divided_up(count, channels);
+  for (std::int64_t c = 0; c < steps * channels; ++c) {
+    const std::int16_t code = c < count ? codes[c] : std::int16_t{0};
+    std::memcpy(part.of(vectors, c / channels) + c % channels * 2, &code, sizeof code);
+  }
+  // Whole vectors of a row alone, however many share them: groups begin where its words would.
+  return divided_up(count, part.vector / 2) * part.rows;
+}
+
+std::int64_t put_digits(const Part& part, const std::int16_t* codes, std::int64_t count,
+                        std::byte* vectors) {
+  const std::int64_t channels = part.bytes(), steps = divided_up(count, channels);
+  const std::int32_t bias = -128 * std::accumulate(codes, codes + count, std::int32_t{0});
+  std::memset(part.of(vectors, 0), 0, static_cast<std::size_t>(part.bytes()));
+  std::memcpy(part.of(vectors, 0), &bias, sizeof bias);
+  for (std::int64_t c = 0; c < steps * channels; ++c) {
+    const std::int16_t code = c < count ? codes[c] : std::int16_t{0};
+    const auto low = static_cast<std::int8_t>(code);
+    const auto high = static_cast<std::int8_t>((code - low) / 256);
+    const std::int64_t at = 1 + c / channels * 2;
+    std::memcpy(part.of(vectors, at) + c % channels, &high, 1);
+    std::memcpy(part.of(vectors, at + 1) + c % channels, &low, 1);
+  }
+  return 1 + 2 * steps;
+}
+
+}  // namespace
+
+std::int64_t query_code_stride(const Kernels& kernels, const ChannelGroups& groups) {
+  // A row alone pads its groups most.
+  const std::int64_t vector = 4 * kernels.lanes;
+  std::int64_t vectors = 0, begin = 0;
+  for (int g = 0; g < groups.count; begin = groups.end[g++]) {
+    const std::int64_t channels = groups.end[g] - begin;
+    vectors += kernels.query_digits ? 1 + 2 * divided_up(channels, vector)
+                                    : divided_up(channels, vector / 2);
+  }
+  return vectors * vector / 2;
+}
+
+void put_query_codes(const Kernels& kernels, const ChannelGroups& groups,
+                     const std::int16_t* codes, std::int64_t row, std::int64_t head_rows,
+                     std::int16_t* head) {
+  const std::int64_t left = head_rows - row / 4 * 4;
+  const std::int64_t together = left >= 4 ? 4 : row % 4 < (left & 2) ? 2 : 1;
+  const Part part{row % together, together, 4 * kernels.lanes};
+  auto* vectors = reinterpret_cast<std::byte*>(
+      head + (row - part.row) * query_code_stride(kernels, groups));
+  std::int64_t begin = 0;
+  for (int g = 0; g < groups.count; begin = groups.end[g++]) {
+    const auto put = kernels.query_digits ? put_digits : put_words;
+    vectors += put(part, codes + begin, groups.end[g] - begin, vectors) * part.vector;
+  }
+}
+
+}  // namespace fovea::cpu
