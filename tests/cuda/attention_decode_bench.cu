@@ -55,7 +55,6 @@ int run_checks(const BenchOptions& options) {
                                                         {CacheFormat::int4_per_token, "int4"}};
   for (const auto& [format, name] : formats) {
     for (const int dim : {64, 128, 256}) {
-      if (dim == 256 && has_token_scales(format)) continue;
       Shape shape{name + (" " + std::to_string(dim)), 8, 2, dim, {1, 3}, {1333, 130}, 48};
       shape.format = format;
       all.push_back(shape);

@@ -19,7 +19,7 @@ struct HeadDims {
 };
 inline constexpr HeadDims kOddDims{6, 40, 24};
 /// What kernels are written for; of 16 heads each key head meets 24 rows of a request.
-inline constexpr HeadDims kUsualDims[] = {{6, 64, 64}, {16, 128, 128}};
+inline constexpr HeadDims kUsualDims[] = {{6, 64, 64}, {16, 128, 128}, {4, 256, 256}};
 
 /// Grouped queries over paged keys and values in `name`; with Path::new_tokens_beside the query
 /// tokens' own come unquantised, and their stored rows are NaN.

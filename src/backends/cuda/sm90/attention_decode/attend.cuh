@@ -41,12 +41,14 @@ __device__ __forceinline__ void find_visible(const KernelParams& k, const JobRow
   if (lane == 0) s.visible = visible;
 }
 
-/// Queries of a job, and what they see, to shared memory. Rows that do not exist, and channels past
-/// the last, are zeros. Run by all threads.
+/// A share, queries of its job, and what they see, to shared memory. Rows that do not exist, and
+/// channels past the last, are zeros. Run by all threads.
 template <typename W>
-__device__ __forceinline__ void load_query(const KernelParams& k, const JobRows& rows,
+__device__ __forceinline__ void load_query(const KernelParams& k, const JobShare& share,
                                            SharedMemory<W>& s) {
+  const JobRows rows(k, share);
   __syncthreads();  // What merged the job before may still be read.
+  if (threadIdx.x == 32) s.share = share;
   for (int i = threadIdx.x; i < kRows * W::kPieces; i += kThreads) {
     const int row = i / W::kPieces, piece = i % W::kPieces;
     uint4 value{0, 0, 0, 0};
@@ -159,22 +161,11 @@ struct Attention {
   /// too coarse, what it rounds away is a second weight.
   __device__ __forceinline__ void add_code_outputs(float (&score)[2][8], std::uint32_t values) {
     constexpr int kTiles = Heads::kInterleave;
-    std::uint32_t weight[kParts][2][4];
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        pack_weights<__nv_bfloat16>(score[half], weight[part][half]);
-        if (part + 1 == kParts) continue;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          score[half][i] -= __bfloat162float(__float2bfloat16_rn(score[half][i]));
-        }
-      }
-    }
+    std::uint32_t weight[kParts][4];
     const int row = lane / 8 % 2 * 8 + lane % 8;
 #pragma unroll
     for (int column = 0; column < kColumns; column += 2) {
+      if (column * 2 % kColumns == 0) pack_code_weights(score[column * 2 / kColumns], weight);
       std::uint32_t m[4];  // Of two columns keys 0 to 7 and 8 to 15 each.
       ptx::load_matrices_transposed(m, values + row * W::kRowBytes + (column + lane / 16) * 16);
 #pragma unroll
@@ -187,10 +178,21 @@ struct Attention {
 #pragma unroll
           for (int part = 0; part < kParts; ++part) {
             ptx::mma<__nv_bfloat16>(out + 4 * ((column + i) * kTiles + n),
-                                    weight[part][(column + i) * 2 / kColumns], b[0][n], b[1][n]);
+                                    weight[part], b[0][n], b[1][n]);
           }
         }
       }
+    }
+  }
+
+  static __device__ __forceinline__ void pack_code_weights(float (&score)[8],
+                                                           std::uint32_t (&weight)[kParts][4]) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      pack_weights<__nv_bfloat16>(score, weight[part]);
+      if (part + 1 == kParts) continue;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) score[i] -= __bfloat162float(__float2bfloat16_rn(score[i]));
     }
   }
 
@@ -333,6 +335,7 @@ struct Attention {
       return *reinterpret_cast<std::uint32_t*>(&values[row][word * 4]);
     };
     bool bad = false;
+#pragma unroll 1
     for (int i = lane; i < kKeys * kWords; i += 32) {
       std::uint32_t& word = word_at(i / kWords, i % kWords);
       const std::int32_t key = first + i / kWords;
@@ -361,6 +364,7 @@ struct Attention {
         }
       }
       __syncwarp();
+#pragma unroll 1
       for (int i = lane; i < kKeys * kWords; i += 32) {
         std::uint32_t& word = word_at(i / kWords, i % kWords);
         word &= ~((Heads::not_finite(word) >> 7) * 0xff);

@@ -46,9 +46,7 @@ Function function_of_dense(const DecodeParams& p) {
 template <typename T, typename Heads>
 Function function_of_width(const DecodeParams& p) {
   if (p.qk_dim == 64) return function<T, 64, Heads>();
-  if constexpr (Heads::kScaleBytes == 0) {
-    if (p.qk_dim == 256) return function<T, 256, Heads>();
-  }
+  if (p.qk_dim == 256) return function<T, 256, Heads>();
   return function<T, 128, Heads>();
 }
 
@@ -120,15 +118,14 @@ const char* attention_decode_sm90_declines(const DecodeParams& p) {
   if (p.type == ElementType::f32) return "queries must be bf16 or f16";
   if (std::max(p.qk_dim, p.v_dim) > 256) return "heads must have at most 256 channels";
   const bool dense = p.format == CacheFormat::dense;
-  const bool has_scales = has_token_scales(p.format);
   if ((p.qk_dim | p.v_dim) % 8 != 0) return "widths must be multiples of 8";
-  if (!dense && (p.qk_dim != p.v_dim || (p.qk_dim != 64 && p.qk_dim != 128 &&
-                                         (has_scales || p.qk_dim != 256)))) {
-    return "quantised heads must have 64 or 128 channels, or 256 under one scale for the tensor";
+  if (!dense &&
+      (p.qk_dim != p.v_dim || (p.qk_dim != 64 && p.qk_dim != 128 && p.qk_dim != 256))) {
+    return "quantised heads must have 64, 128 or 256 channels";
   }
   for (const HeadRows* rows : {&p.k_cache, &p.v_cache}) {
     const std::int64_t strides = rows->head_stride | rows->row_stride | rows->block_stride;
-    const std::int64_t bytes = has_scales ? 8 : 16;
+    const std::int64_t bytes = has_token_scales(p.format) ? 8 : 16;
     if (!is_multiple(rows->data, bytes) || strides * (dense ? 2 : 1) % bytes != 0) {
       return "rows must be 16-byte aligned, those with scales 8-byte aligned";
     }

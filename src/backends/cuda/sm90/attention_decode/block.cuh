@@ -62,6 +62,7 @@ struct SharedMemory {
   };
   SeenKeys seen[kRows];
   VisibleKeys visible;
+  JobShare share;  ///< At work: until its end, registers are for outputs.
   float max[kWarps][kRows];
   float sum[kWarps][kRows];
   bool last_arriver;

@@ -172,11 +172,12 @@ __device__ void merge_blocks(const KernelParams& k, const JobRows& rows,
 
 /// Run by all threads when the block has done its share of a job.
 template <typename W>
-__device__ __forceinline__ void finish(const KernelParams& k, const JobShare& share,
-                                       const split_kv::RangeWalk& walk, const JobRows& rows,
+__device__ __forceinline__ void finish(const KernelParams& k, const split_kv::RangeWalk& walk,
                                        SharedMemory<W>& s, Attention<W>& attention) {
   float2 max, sum;
   merge_warps<W>(s, attention, max, sum);
+  const JobShare share = s.share;
+  const JobRows rows(k, share);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const auto value_of = [&](int j) {
     const float4 a = s.merge[0][j][lane], b = s.merge[1][j][lane];

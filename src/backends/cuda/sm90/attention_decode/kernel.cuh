@@ -28,8 +28,7 @@ __global__ void __launch_bounds__(kThreads, W::kBlocksPerMultiprocessor)
   JobShare share;
   int stage = 0;
   while (walk.next(share)) {
-    const JobRows rows(k, share);
-    load_query<W>(k, rows, s);
+    load_query<W>(k, share, s);
     const std::uint32_t query = ptx::shared_address(s.q);
     Attention<W> attention(k, share, s);
     for (std::int32_t t = 0; t < share.tiles; ++t) {
@@ -43,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, W::kBlocksPerMultiprocessor)
       }
       stage = stage == W::kStages - 1 ? 0 : stage + 1;
     }
-    finish<W>(k, share, walk, rows, s, attention);
+    finish<W>(k, walk, s, attention);
   }
 }
 

@@ -7,7 +7,8 @@
 // jobs, in order of requests, are cut into equal ranges, one per group; of a batch with fewer units
 // than groups, fewer groups take part. Only a group's first and last job can be shared with other
 // groups, so two partial results per group are enough. Where one job per group leaves no group with
-// much more than an equal share, nothing is cut and nothing to be merged.
+// much more than an equal share, nothing is cut and nothing to be merged. Units are counted in 32
+// bits, which are enough for 2^37 keys, counted once for each job that reads them.
 #pragma once
 
 #include <cstdint>
