@@ -165,11 +165,12 @@ struct Attention {
     const int row = lane / 8 % 2 * 8 + lane % 8;
 #pragma unroll
     for (int column = 0; column < kColumns; column += 2) {
-      if (column * 2 % kColumns == 0) pack_code_weights(score[column * 2 / kColumns], weight);
       std::uint32_t m[4];  // Of two columns keys 0 to 7 and 8 to 15 each.
       ptx::load_matrices_transposed(m, values + row * W::kRowBytes + (column + lane / 16) * 16);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
+        const int half = (column + i) * 2 / kColumns;
+        if ((column + i) * 2 % kColumns == 0) pack_code_weights(score[half], weight);
         std::uint32_t b[2][kTiles];
         Heads::template convert<__nv_bfloat16>(m[2 * i], b[0]);
         Heads::template convert<__nv_bfloat16>(m[2 * i + 1], b[1]);
