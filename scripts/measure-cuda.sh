@@ -22,7 +22,7 @@ run() {
 
 run bench "$build/tools/fovea/fovea" bench --backend cuda --suite cuda --json "$out/cuda.json" ||
   failures=$((failures + 1))
-run cuda "$build/tests/backend_cuda/fovea_backend_cuda_tests" --gtest_brief=1 &
+run backend "$build/tests/backend_cuda/fovea_backend_cuda_tests" --gtest_brief=1 &
 run ops "$build/tests/ops/fovea_ops_tests" --gtest_filter='*cuda*' --gtest_brief=1 &
 FOVEA_BACKEND=cuda run layers "$build/tests/layers/fovea_layers_tests" --gtest_brief=1 &
 run linear "$build/tests/linear/fovea_linear_tests" --gtest_filter='*gpu*' --gtest_brief=1 &

@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "backend_cpu/cpu_test.h"
+#include "backends/cpu/in_place_state.h"
 #include "backends/cpu/query_codes.h"
 #include "support/poison.h"
 
@@ -226,14 +227,14 @@ TEST_P(InPlace, ProductsOfInt8AddUpExactly) {
   // Four rows share vectors, then two, then one has them alone; the second group begins with one.
   const std::int64_t lanes = kernels().lanes;
   const cpu::ChannelGroups groups{.count = 2, .end = {kFirst, kChannels}};
-  const std::int64_t stride = cpu::query_code_stride(kernels(), groups);
+  const std::int64_t stride = cpu::query_code_stride(kernels(), kChannels);
   std::vector<std::int16_t> q(static_cast<std::size_t>(kCount * stride), -1);
   std::int16_t codes[kCount][kChannels];
   for (std::int64_t r = 0; r < kCount; ++r) {
     for (std::int64_t c = 0; c < kChannels; ++c) {
       codes[r][c] = static_cast<std::int16_t>((r * 7919 + c * 12289) % 65279 - 32639);
     }
-    cpu::put_query_codes(kernels(), groups, codes[r], r, kCount, q.data());
+    cpu::put_query_codes(kernels(), groups, codes[r], r, kCount, q.data(), stride);
   }
   std::vector<float> scores(kBlockRows * kTileTokens);
   std::vector<float> steps;
@@ -263,16 +264,21 @@ TEST_P(InPlace, ProductsOfInt8AddUpExactly) {
         expected += static_cast<float>(sum) * (steps[Block::at(r)] * scales[g]);
       }
       const float got = scores[Block::at((r / lanes * kTileTokens + t) * lanes + r % lanes)];
-      ASSERT_NEAR(expected, got, 1e-6f * std::abs(expected) + 1e-5f) << "row " << r << ", token " << t;
+      ASSERT_NEAR(expected, got, 1e-6f * std::abs(expected) + 1e-5f)
+          << "row " << r << ", token " << t;
     }
   }
 }
 
-TEST_P(InPlace, WeightsInFixedPointMeetInt8) {
-  // Two heads of two groups, neither whole vectors; 1, 2 and 4 rows at once; an odd last token, and
-  // one that no row sees, whose scales are NaN.
-  constexpr std::int64_t kChannels = 90, kFirst = 50, kStride = 112, kHeads = 2, kCount = 7;
-  constexpr std::int64_t kTokens = 51, kHidden = 17, kRows = 16;
+/// Heads of two groups, neither whole vectors; an odd last token, and one that no row sees, whose
+/// scales are NaN.
+void expect_weights_meet_int8(const cpu::Kernels& kernels, std::int64_t heads,
+                              std::int64_t count) {
+  constexpr std::int64_t kChannels = 90, kFirst = 50, kStride = 112, kHeads = 16;
+  constexpr std::int64_t kTokens = 51, kHidden = 17;
+  const auto stride = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(count)));
+  const std::int64_t num_rows = heads * stride;
+  SCOPED_TRACE(std::to_string(heads) + " heads of " + std::to_string(count) + " rows");
   struct Value {
     std::int8_t codes[kChannels];
     std::byte scales[2 * sizeof(float)];
@@ -285,7 +291,7 @@ TEST_P(InPlace, WeightsInFixedPointMeetInt8) {
   for (std::int64_t t = 0; t < kTileTokens; ++t) {
     auto& token = values[Block::at(std::min(t, kTokens - 1))];
     rows[t] = reinterpret_cast<const std::byte*>(&token);
-    for (std::int64_t h = 0; t < kTokens && h < kHeads; ++h) {
+    for (std::int64_t h = 0; t < kTokens && h < heads; ++h) {
       for (std::int64_t c = 0; c < kChannels; ++c) {
         token[Block::at(h)].codes[c] = static_cast<std::int8_t>((37 * t + 101 * c + h) % 256 - 128);
       }
@@ -293,13 +299,13 @@ TEST_P(InPlace, WeightsInFixedPointMeetInt8) {
       std::memcpy(token[Block::at(h)].scales, scales, sizeof scales);
     }
   }
-  const std::int64_t lanes = kernels().lanes;
-  std::vector<float> weights(kBlockRows * kTileTokens), out(kRows * kStride, 1.f);
+  const std::int64_t lanes = kernels.lanes;
+  std::vector<float> weights(kBlockRows * kTileTokens), out(Block::at(num_rows * kStride), 1.f);
   const auto weight = [&](std::int64_t row, std::int64_t t) -> float& {
     return weights[Block::at((row / lanes * kTileTokens + t) * lanes + row % lanes)];
   };
-  std::vector<std::uint64_t> masks(kRows, ~(std::uint64_t{1} << kHidden));
-  for (std::int64_t row = 0; row < kRows; ++row) {
+  std::vector<std::uint64_t> masks(Block::at(num_rows), ~(std::uint64_t{1} << kHidden));
+  for (std::int64_t row = 0; row < num_rows; ++row) {
     for (std::int64_t t = 0; t < kTokens; ++t) {
       weight(row, t) = t == kHidden ? 0.f : std::exp2(-static_cast<float>((row * 5 + t * 3) % 17));
     }
@@ -309,10 +315,10 @@ TEST_P(InPlace, WeightsInFixedPointMeetInt8) {
   tile.row_mask = masks.data();
   tile.capacity = kTileTokens;
   tile.tokens = kTokens;
-  tile.rows = kRows;
-  tile.heads = kHeads;
-  tile.head_rows = kCount;
-  tile.head_stride = 8;
+  tile.rows = num_rows;
+  tile.heads = heads;
+  tile.head_rows = count;
+  tile.head_stride = stride;
   tile.out = out.data();
   tile.out_stride = kStride;
   tile.v = {.rows = rows, .head_at = 0, .head_bytes = sizeof(Value),
@@ -320,11 +326,11 @@ TEST_P(InPlace, WeightsInFixedPointMeetInt8) {
             .groups = {.count = 2, .end = {kFirst, kChannels}}};
   std::vector<float> correction;
   for (int row = 0; row < kBlockRows; ++row) correction.push_back(0.5f + 0x1p-6f * row);
-  kernels().add_int8_in_place(tile, correction.data());
-  for (std::int64_t h = 0; h < kHeads; ++h) {
-    for (std::int64_t r = 0; r < kCount; ++r) {
+  kernels.add_int8_in_place(tile, correction.data());
+  for (std::int64_t h = 0; h < heads; ++h) {
+    for (std::int64_t r = 0; r < count; ++r) {
       for (std::int64_t c = 0; c < kChannels; ++c) {
-        const std::int64_t row = 8 * h + r;
+        const std::int64_t row = stride * h + r;
         double expected = static_cast<double>(correction[Block::at(row)]), squares = 0, largest = 0;
         for (std::int64_t t = 0; t < kTokens; ++t) {
           if (t == kHidden) continue;
@@ -339,6 +345,44 @@ TEST_P(InPlace, WeightsInFixedPointMeetInt8) {
         ASSERT_NEAR(expected, out[Block::at(row * kStride + c)], allowed)
             << "head " << h << ", row " << r << ", channel " << c;
       }
+    }
+  }
+}
+
+TEST_P(InPlace, WeightsInFixedPointMeetInt8) {
+  // 1, 2 and 4 rows at once; row vectors that 1 to 16 heads share, all of them or one less.
+  for (const auto& [heads, count] : {std::pair<std::int64_t, std::int64_t>{2, 7}, {3, 6}, {16, 1},
+                                     {15, 1}, {8, 2}, {7, 2}, {4, 4}, {3, 3}, {1, 20}, {2, 16}}) {
+    expect_weights_meet_int8(kernels(), heads, count);
+  }
+}
+
+TEST_P(InPlace, ScratchDoesNotDependOnTheFormatOfKeys) {
+  for (std::int64_t channels = 8; channels <= 256; channels += 8) {
+    cpu::AttendShape shape;
+    shape.qk_channels = shape.v_channels = channels;
+    shape.max_rows = 64;
+    shape.max_heads = 8;
+    const std::int64_t dense = cpu::InPlaceState::bytes(kernels(), shape);
+    shape.int8_keys = shape.int8_values = true;
+    shape.k_groups = shape.v_groups = {.count = 2, .end = {channels / 2, channels}};
+    EXPECT_EQ(dense, cpu::InPlaceState::bytes(kernels(), shape)) << channels;
+  }
+}
+
+TEST_P(InPlace, QueryCodesEndWithTheirStride) {
+  constexpr std::int64_t kRows = 7;
+  constexpr std::int16_t kUnowned = 0x5a5a;
+  for (std::int64_t channels = 2; channels <= 256; channels += 2) {
+    const std::int64_t stride = cpu::query_code_stride(kernels(), channels);
+    for (const std::int64_t first : {std::int64_t{0}, std::int64_t{1}, channels / 2}) {
+      const cpu::ChannelGroups groups{.count = 2, .end = {first, channels}};
+      const std::vector<std::int16_t> codes(Block::at(channels), 1);
+      std::vector<std::int16_t> q(Block::at(kRows * stride + 64), kUnowned);
+      for (std::int64_t row = 0; row < kRows; ++row) {
+        cpu::put_query_codes(kernels(), groups, codes.data(), row, kRows, q.data(), stride);
+      }
+      for (std::size_t i = Block::at(kRows * stride); i < q.size(); ++i) ASSERT_EQ(q[i], kUnowned);
     }
   }
 }

@@ -113,10 +113,8 @@ void check_format(CacheFormat format, const std::string& name, std::uint32_t& se
   check({"one key", 16, {1}, {1}});
   check({"long", 16, {1, 1}, {3001, 64}, 64, bf16, f32});
   CaseShape tiles{"1 to 13 tiles", 16};
-  for (std::int32_t n = 1; n <= 13; ++n) {
-    tiles.query_lens.insert(tiles.query_lens.end(), {1, 1});
-    tiles.seq_lens.insert(tiles.seq_lens.end(), {64 * n, 64 * n - 63});
-  }
+  tiles.query_lens.assign(26, 1);
+  for (std::int32_t n = 1; n <= 26; ++n) tiles.seq_lens.push_back(n % 2 ? 32 * n - 31 : 32 * n);
   check(tiles);
   if (format != CacheFormat::fp8_ds_mla) {
     check({"f16 queries, 40 heads", 40, {1, 2}, {700, 300}, 64, f16, f16});

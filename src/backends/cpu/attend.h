@@ -90,7 +90,8 @@ std::int64_t padded_stride(std::int64_t n, std::int64_t element_bytes);
 
 /// n numbers as multiples of what it returns, each off by half of that at most: 2^-16 of the
 /// largest magnitude and a 250th of that more, for a code is at most two digits of 127; more where
-/// `summed`, the products with int8 that must add up to int32, are more than 512. NaN where one is not finite.
+/// `summed`, the products with int8 that must add up to int32, are more than 514. NaN where one is
+/// not finite.
 float to_fixed_point(const float* x, std::int64_t n, std::int64_t summed, std::int16_t* codes);
 
 /// Running softmax and sums of values of up to max_rows rows.

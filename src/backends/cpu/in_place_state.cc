@@ -41,12 +41,10 @@ std::int64_t InPlaceState::stride_of(std::int64_t count) {
 InPlaceState::InPlaceState(const Kernels& kernels, const AttendShape& shape, Carver&& carver)
     : RowState(kernels, shape, kTokens, carver),
       q_stride_(padded_stride(shape.qk_channels, sizeof(float))),
-      q_code_stride_(query_code_stride(kernels, shape.k_groups)) {
-  if (shape.int8_keys) {
-    q_codes_ = carver.take<std::int16_t>(shape.max_rows * q_code_stride_);
-  } else {
-    q_ = carver.take<float>(shape.max_rows * q_stride_);
-  }
+      q_code_stride_(query_code_stride(kernels, shape.qk_channels)) {
+  // Of one size for keys of any format: layers size their workspace before they see the cache.
+  q_ = carver.take<float>(shape.max_rows * std::max(q_stride_, (q_code_stride_ + 1) / 2));
+  q_codes_ = reinterpret_cast<std::int16_t*>(q_);
   q_steps_ = carver.take<float>(shape.max_rows);
   fixed_query_ = carver.take<std::int16_t>(shape.qk_channels);
   used_ = carver.used();
@@ -85,7 +83,7 @@ void InPlaceState::set_fixed_query(std::int64_t row) {
   q_steps_[row] = shape_.score_factor * step;
   const std::int64_t in_head = row % heads_.stride;
   put_query_codes(kernels_, groups, fixed_query_, in_head, heads_.count,
-                  q_codes_ + (row - in_head) * q_code_stride_);
+                  q_codes_ + (row - in_head) * q_code_stride_, q_code_stride_);
 }
 
 void InPlaceState::attend_tile(const HeadRows& heads, const QueryRows& queries,
@@ -116,11 +114,8 @@ void InPlaceState::attend(const HeadRows& heads, std::int64_t head, std::int64_t
     }
     tile.row_mask = row_masks;
   }
-  if (shape_.int8_keys) {
-    tile.q_codes = q_codes_ + first * q_code_stride_;
-  } else {
-    tile.q = q_ + first * q_stride_;
-  }
+  tile.q = q_ + first * q_stride_;
+  tile.q_codes = q_codes_ + first * q_code_stride_;
   tile.q_steps = q_steps_ + first;
   tile.out = out_row(first);
   tile.k = keys_.from_head(head, shape_.qk_channels, shape_.k_groups);

@@ -71,8 +71,8 @@ class InPlaceState : public RowState {
   HeadRows heads_;
   std::int64_t q_stride_;
   std::int64_t q_code_stride_;
-  float* q_ = nullptr;               ///< [max_rows][q_stride]
-  std::int16_t* q_codes_ = nullptr;  ///< As InPlaceTile::q_codes, in place of it.
+  float* q_;                   ///< [max_rows][q_stride]
+  std::int16_t* q_codes_;      ///< As InPlaceTile::q_codes, in place of it.
   float* q_steps_;             ///< [max_rows]
   std::int16_t* fixed_query_;  ///< [qk_channels]
   std::int64_t used_;

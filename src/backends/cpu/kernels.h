@@ -201,7 +201,7 @@ struct Kernels {
   void (*score_in_place[kNumStored])(const InPlaceTile& tile);
   /// The same of i8 and queries in fixed point, whose products add up exactly.
   void (*score_int8_in_place)(const InPlaceTile& tile);
-  bool query_digits;  ///< As what it takes the queries: query_codes.h.
+  bool query_digits;  ///< It takes queries as digits, else as words: query_codes.h.
   /// Scores of the block become weights. `correction` [row vectors][lanes] is what the sums of
   /// values so far shrink by.
   void (*weigh)(const ScoreBlock& block, float* correction);

@@ -50,26 +50,22 @@ std::int64_t put_digits(const Part& part, const std::int16_t* codes, std::int64_
 
 }  // namespace
 
-std::int64_t query_code_stride(const Kernels& kernels, const ChannelGroups& groups) {
-  // A row alone pads its groups most.
+std::int64_t query_code_stride(const Kernels& kernels, std::int64_t channels) {
+  // A row alone pads its groups most, and either group may begin one vector more.
   const std::int64_t vector = 4 * kernels.lanes;
-  std::int64_t vectors = 0, begin = 0;
-  for (int g = 0; g < groups.count; begin = groups.end[g++]) {
-    const std::int64_t channels = groups.end[g] - begin;
-    vectors += kernels.query_digits ? 1 + 2 * divided_up(channels, vector)
-                                    : divided_up(channels, vector / 2);
-  }
+  const std::int64_t vectors = kernels.query_digits
+                                   ? 2 * (1 + divided_up(channels, vector) + 1)
+                                   : divided_up(channels, vector / 2) + 1;
   return vectors * vector / 2;
 }
 
 void put_query_codes(const Kernels& kernels, const ChannelGroups& groups,
                      const std::int16_t* codes, std::int64_t row, std::int64_t head_rows,
-                     std::int16_t* head) {
+                     std::int16_t* head, std::int64_t stride) {
   const std::int64_t left = head_rows - row / 4 * 4;
   const std::int64_t together = left >= 4 ? 4 : row % 4 < (left & 2) ? 2 : 1;
   const Part part{row % together, together, 4 * kernels.lanes};
-  auto* vectors = reinterpret_cast<std::byte*>(
-      head + (row - part.row) * query_code_stride(kernels, groups));
+  auto* vectors = reinterpret_cast<std::byte*>(head + (row - part.row) * stride);
   std::int64_t begin = 0;
   for (int g = 0; g < groups.count; begin = groups.end[g++]) {
     const auto put = kernels.query_digits ? put_digits : put_words;

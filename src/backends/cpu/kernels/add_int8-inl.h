@@ -116,7 +116,7 @@ template <int Rows, int Vectors, bool whole>
   }
   RowsAhead ahead = next;  // In registers.
   for (std::int64_t t = 0; t < tile.tokens; t += 2, p += kLanes) {
-    // An eighth less than is read here: who scaled the weights has asked for as much and more.
+    // An eighth less than is read here: the scales per token have asked for as much and more.
     if (t % 16 != 0) ahead.ask<2 * Vectors * kLanes>();
     const std::byte *a = tile.v.rows[t] + head_at, *b = tile.v.rows[t + 1] + head_at;
 #pragma GCC unroll 4

@@ -329,8 +329,8 @@ FOVEA_INLINE Vec spread(const std::byte* row, const std::int64_t (&at)[kHeads],
 }
 
 /// The row vector's weights, from `weights` on, times the scales of a group of the values of the
-/// kHeads heads from `first` on that share it. Asks for a line with each vector, lest memory wait for
-/// the products.
+/// kHeads heads from `first` on that share it. Asks for a line with each vector, lest memory wait
+/// for the products.
 template <int kHeads>
 void scale_vector(const InPlaceTile& tile, std::int64_t first, int group, const float* weights,
                   float* scaled, RowsAhead& next) {

@@ -31,8 +31,8 @@ FOVEA_INLINE Vec dot_pairs(Vec sum, Pairs a, Pairs b) {
 FOVEA_INLINE IntVec dot_pairs(IntVec sum, Pairs a, Pairs b) {
   return dot_int_pairs(sum, (IntPairs)a, (IntPairs)b);
 }
-/// sum + a[0] * b[0] + ... + a[3] * b[3] in each lane, of unsigned bytes a and signed ones b, modulo
-/// 2^32.
+/// sum + a[0] * b[0] + ... + a[3] * b[3] in each lane, of unsigned bytes a and signed ones b,
+/// modulo 2^32.
 FOVEA_INLINE IntVec dot_bytes(IntVec sum, IntVec a, IntVec b) {
   return (IntVec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
 }

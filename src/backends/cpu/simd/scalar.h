@@ -79,8 +79,8 @@ FOVEA_INLINE IntVec dot_int_pairs(IntVec sum, IntPairs a, IntPairs b) {
   return sum;
 }
 
-/// sum + a[0] * b[0] + ... + a[3] * b[3] in each lane, of unsigned bytes a and signed ones b, modulo
-/// 2^32.
+/// For score_digits-inl.h: sum + a[0] * b[0] + ... + a[3] * b[3] in each lane, of unsigned bytes a
+/// and signed ones b, modulo 2^32.
 FOVEA_INLINE IntVec dot_bytes(IntVec sum, IntVec a, IntVec b) {
   std::uint8_t of_a[4 * kLanes];
   std::int8_t of_b[4 * kLanes];
