@@ -130,6 +130,7 @@ __device__ __forceinline__ void compute(const KernelParams& k, QuantizedMemory<F
         if (t > 0 && t >= s.steps.tiles_of(step)) break;
         const std::uint32_t slot = s.slot(step, t);
         values.add(at, s.ring[slot], s.p[at.team][half][t], s.ratio[at.team][half][t], out);
+        ptx::fence_async_proxy();  // What was read here bulk copies overwrite.
         __syncwarp();
         if (at.lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&s.empty[slot]));
       }
