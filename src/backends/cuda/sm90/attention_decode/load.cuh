@@ -61,8 +61,8 @@ class Loader {
     const auto* values = static_cast<const std::uint8_t*>(k_.op.v_cache.data);
     const std::uint32_t k_to = ptx::shared_address(ring_[stage].k);
     const std::uint32_t v_to = ptx::shared_address(ring_[stage].v);
-    // Of the widest heads copies would take registers from the outputs.
-    constexpr int kTogether = W::kDim > 128 ? 4 : 16;
+    // Of the widest heads' odd pieces copies would take registers from the outputs.
+    constexpr int kTogether = Heads::kQuantized && W::kDim > 128 ? 4 : 16;
 #pragma unroll kTogether
     for (int i = 0; i < (kKeys * kPieces + 31) / 32; ++i) {
       const int index = i * 32 + lane, row = index / kPieces, piece = index % kPieces;
