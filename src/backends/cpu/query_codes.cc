@@ -19,13 +19,20 @@ struct Part {
   }
 };
 
+std::int16_t code_at(const std::int16_t* codes, std::int64_t count, std::int64_t c) {
+  return c < count ? codes[c] : std::int16_t{0};
+}
+
 /// The codes of a group, and zeros; returns the vectors.
 std::int64_t put_words(const Part& part, const std::int16_t* codes, std::int64_t count,
                        std::byte* vectors) {
   const std::int64_t channels = part.bytes() / 2, steps = divided_up(count, channels);
-  for (std::int64_t c = 0; c < steps * channels; ++c) {
-    const std::int16_t code = c < count ? codes[c] : std::int16_t{0};
-    std::memcpy(part.of(vectors, c / channels) + c % channels * 2, &code, sizeof code);
+  for (std::int64_t step = 0; step < steps; ++step) {
+    std::byte* to = part.of(vectors, step);
+    for (std::int64_t i = 0; i < channels; ++i) {
+      const std::int16_t code = code_at(codes, count, step * channels + i);
+      std::memcpy(to + 2 * i, &code, sizeof code);
+    }
   }
   // Whole vectors of a row alone, however many share them: groups begin where its words would.
   return divided_up(count, part.vector / 2) * part.rows;
@@ -37,13 +44,14 @@ std::int64_t put_digits(const Part& part, const std::int16_t* codes, std::int64_
   const std::int32_t bias = -128 * std::accumulate(codes, codes + count, std::int32_t{0});
   std::memset(part.of(vectors, 0), 0, static_cast<std::size_t>(part.bytes()));
   std::memcpy(part.of(vectors, 0), &bias, sizeof bias);
-  for (std::int64_t c = 0; c < steps * channels; ++c) {
-    const std::int16_t code = c < count ? codes[c] : std::int16_t{0};
-    const auto low = static_cast<std::int8_t>(code);
-    const auto high = static_cast<std::int8_t>((code - low) / 256);
-    const std::int64_t at = 1 + c / channels * 2;
-    std::memcpy(part.of(vectors, at) + c % channels, &high, 1);
-    std::memcpy(part.of(vectors, at + 1) + c % channels, &low, 1);
+  for (std::int64_t step = 0; step < steps; ++step) {
+    std::byte *high = part.of(vectors, 1 + 2 * step), *low = part.of(vectors, 2 + 2 * step);
+    for (std::int64_t i = 0; i < channels; ++i) {
+      const std::int16_t code = code_at(codes, count, step * channels + i);
+      const auto low_digit = static_cast<std::int8_t>(code);
+      low[i] = static_cast<std::byte>(low_digit);
+      high[i] = static_cast<std::byte>((code - low_digit) / 256);
+    }
   }
   return 1 + 2 * steps;
 }
