@@ -14,6 +14,8 @@ namespace fovea::cpu::FOVEA_CPU_ISA {
 namespace {
 
 constexpr bool kQueryDigits = true;
+/// Turns four codes of int8 into code + 128: 0x80 in each byte.
+constexpr std::int32_t kToUnsigned = -0x7f7f7f80;
 /// Keys of a register tile: each has a sum for either digit.
 constexpr int kDigitTokens = kDotSums / 2;
 
@@ -28,7 +30,7 @@ struct DigitSums {
     const IntVec low_c = (IntVec)repeat_words<kLanes>(digits + 4 * kLanes);
 #pragma GCC unroll 8
     for (int t = 0; t < kDigitTokens; ++t) {
-      const IntVec k_t = (IntVec)repeat_words<Words>(heads[t] + c) ^ broadcast_int(-0x7f7f7f80);
+      const IntVec k_t = (IntVec)repeat_words<Words>(heads[t] + c) ^ broadcast_int(kToUnsigned);
       high[t] = dot_bytes(high[t], k_t, high_c);
       low[t] = dot_bytes(low[t], k_t, low_c);
     }
