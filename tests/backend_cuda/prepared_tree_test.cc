@@ -1,5 +1,5 @@
-// Draft trees whose lengths and blocks are in device memory, prepared for two calls, against the same
-// call with a schedule of the host, whose results the tests of the ops compare with the oracle.
+// Draft trees whose lengths and blocks are in device memory, prepared for two calls, against the
+// same call with a schedule of the host, whose results the tests of the ops compare with the oracle.
 #include <gtest/gtest.h>
 
 #include <memory>
