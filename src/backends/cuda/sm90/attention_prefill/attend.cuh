@@ -142,8 +142,14 @@ struct Attention {
     return at.stage;
   }
 
+  /// Of what the tensor cores read.
   __device__ __forceinline__ void release(std::uint64_t& empty) const {
     if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&empty));
+  }
+
+  /// Every thread read the item.
+  __device__ __forceinline__ void release_item() const {
+    ptx::mbarrier_arrive(ptx::shared_address(&s.q_empty[query_stage]));
   }
 
   /// Runs the item's key tiles, of which there is one at least; `count` of all items' came before.
@@ -160,7 +166,7 @@ struct Attention {
     ptx::wgmma_wait<0>();
     ptx::pin(score);
     release(s.k_empty[stage]);
-    if (tiles == 1) release(s.q_empty[query_stage]);
+    if (tiles == 1) release_item();
     weigh(score, 0);
     pack_weights<W>(weight, score);
 #pragma unroll 1
@@ -173,7 +179,7 @@ struct Attention {
       ptx::wgmma_wait<1>();
       ptx::pin(score);
       release(s.k_empty[stage]);
-      if (i == tiles - 1) release(s.q_empty[query_stage]);
+      if (i == tiles - 1) release_item();
       const float2 factor = weigh(score, i);
       ptx::wgmma_wait<0>();
       pin_outputs<W>(out);
@@ -268,8 +274,7 @@ __device__ void attend_items(const PrefillParams& op, SharedMemory<W>& s) {
       attention.run(out, count);
       count += attention.walk.count();
     } else {
-      __syncwarp();
-      attention.release(s.q_empty[at.stage]);
+      attention.release_item();
     }
     attention.store(out);
   }

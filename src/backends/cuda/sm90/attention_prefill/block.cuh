@@ -151,7 +151,7 @@ struct SharedMemory {
       ptx::mbarrier_init(ptx::shared_address(&empty), users);
     };
     for (int i = 0; i < W::kQueryStages; ++i) {
-      init(q_full[i], q_empty[i], kWarps + kInspectThreads);
+      init(q_full[i], q_empty[i], kComputeThreads + kInspectThreads);
     }
     for (int i = 0; i < kStages; ++i) {
       init(k_full[i], k_empty[i], kWarps);

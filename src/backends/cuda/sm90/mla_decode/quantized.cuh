@@ -130,9 +130,8 @@ __device__ __forceinline__ void compute(const KernelParams& k, QuantizedMemory<F
         if (t > 0 && t >= s.steps.tiles_of(step)) break;
         const std::uint32_t slot = s.slot(step, t);
         values.add(at, s.ring[slot], s.p[at.team][half][t], s.ratio[at.team][half][t], out);
-        ptx::fence_async_proxy();  // What was read here bulk copies overwrite.
-        __syncwarp();
-        if (at.lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&s.empty[slot]));
+        ptx::fence_async_proxy();  // What the thread read here bulk copies overwrite.
+        ptx::mbarrier_arrive(ptx::shared_address(&s.empty[slot]));
       }
     }
     scores.publish();
@@ -160,7 +159,7 @@ __global__ void __launch_bounds__(kQuantizedThreads, 1)
     }
 #pragma unroll 1
     for (int i = 0; i < Memory::kSlots; ++i) {
-      ptx::mbarrier_init(ptx::shared_address(&s.empty[i]), kTeamWarps);
+      ptx::mbarrier_init(ptx::shared_address(&s.empty[i]), kTeamThreads);
     }
     s.handover.init(kTeamThreads);
     ptx::mbarrier_init_fence();
