@@ -2,73 +2,18 @@
 // malloc. Its own program, because it replaces malloc.
 #include <gtest/gtest.h>
 
-#include <atomic>
-#include <cerrno>
-#include <cstdlib>
-
 #include "ops/gqa_problem.h"
 #include "ops/mla_problem.h"
 #include "ops/prefill_problem.h"
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || !defined(__GLIBC__)
-#define FOVEA_COUNTS_MALLOC 0
-#else
-#define FOVEA_COUNTS_MALLOC 1
-#endif
-
-namespace {
-std::atomic<bool> counting{false};
-std::atomic<int> allocations{0};
-}  // namespace
-
-#if FOVEA_COUNTS_MALLOC
-namespace {
-void count() {
-  if (counting.load(std::memory_order_relaxed)) allocations.fetch_add(1);
-}
-}  // namespace
-
-extern "C" {
-void* __libc_malloc(std::size_t bytes);
-void* __libc_calloc(std::size_t count, std::size_t bytes);
-void* __libc_realloc(void* memory, std::size_t bytes);
-void* __libc_memalign(std::size_t alignment, std::size_t bytes);
-
-void* malloc(std::size_t bytes) {
-  count();
-  return __libc_malloc(bytes);
-}
-void* calloc(std::size_t number, std::size_t bytes) {
-  count();
-  return __libc_calloc(number, bytes);
-}
-void* realloc(void* memory, std::size_t bytes) {
-  count();
-  return __libc_realloc(memory, bytes);
-}
-void* memalign(std::size_t alignment, std::size_t bytes) {
-  count();
-  return __libc_memalign(alignment, bytes);
-}
-void* aligned_alloc(std::size_t alignment, std::size_t bytes) { return memalign(alignment, bytes); }
-int posix_memalign(void** memory, std::size_t alignment, std::size_t bytes) {
-  *memory = memalign(alignment, bytes);
-  return *memory ? 0 : ENOMEM;
-}
-}
-#endif
+#include "support/malloc_counter.h"
 
 namespace fovea::test {
 namespace {
 
 template <class Call>
-int allocations_of(Call&& call) {
+std::int64_t allocations_of(Call&& call) {
   call();  // The first launch of a kernel on a device may set it up.
-  allocations = 0;
-  counting = true;
-  call();
-  counting = false;
-  return allocations;
+  return count_mallocs(call);
 }
 
 class Allocation : public BackendTest {

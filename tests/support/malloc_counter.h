@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || !defined(__GLIBC__)
 #define FOVEA_COUNTS_MALLOC 0  // The sanitizers replace malloc themselves.
 #else
 #define FOVEA_COUNTS_MALLOC 1
