@@ -17,10 +17,14 @@ flags=(-std=c++20 -O3 -lineinfo --cudart static --expt-relaxed-constexpr -Iinclu
 sm90=(-gencode "arch=compute_90a,code=sm_90a")
 sm80=(-gencode "arch=compute_80,code=sm_80")
 
+object_of() {
+  echo "$out/$(echo "${1%.*}" | tr / _).o"
+}
+
 # compile <source> <flag>...
 compile() {
   local source=$1 object
-  object="$out/$(echo "${source%.*}" | tr / _).o"
+  object=$(object_of "$1")
   shift
   nvcc "${flags[@]}" "$@" -c "$source" -o "$object" 2>"$object.log" || {
     cat "$object.log" >&2
@@ -30,32 +34,35 @@ compile() {
     echo "$source spills registers; see $object.log" >&2
     exit 1
   fi
-  echo "$object"
 }
 
-sources=0
-for source in src/backends/cuda/plain/*.cu src/backends/cuda/*.cu src/backends/cuda/*.cc \
-  src/linear/cublaslt*.cc; do
-  compile "$source" "${sm80[@]}" >/dev/null
-  sources=$((sources + 1))
+# start <source> <flag>...: compiles beside others, as many as there are processors.
+compilers=()
+start() {
+  while (($(jobs -rp | wc -l) >= $(nproc))); do sleep 0.1; done
+  compile "$@" &
+  compilers+=($!)
+}
+
+# The large ones first, lest the last one run alone.
+for source in src/backends/cuda/sm90/*/*.cu tests/cuda/*.cu src/backends/cuda/sm90/*/*.cc \
+  src/backends/cuda/sm90/*.cu; do
+  start "$source" "${sm90[@]}"
 done
 for source in src/linear/*.cu; do
-  compile "$source" "${sm80[@]}" -gencode arch=compute_90,code=sm_90 >/dev/null
-  sources=$((sources + 1))
+  start "$source" "${sm80[@]}" -gencode arch=compute_90,code=sm_90
 done
-for source in src/backends/cuda/sm90/*.cu; do
-  compile "$source" "${sm90[@]}" >/dev/null
-  sources=$((sources + 1))
+for source in src/backends/cuda/plain/*.cu src/backends/cuda/*.cu src/backends/cuda/*.cc \
+  src/linear/cublaslt*.cc; do
+  start "$source" "${sm80[@]}"
 done
+for compiler in "${compilers[@]}"; do wait "$compiler"; done
+
 for kernel in src/backends/cuda/sm90/*/op.cc; do
   kernel=$(dirname "$kernel")
   bench=$(basename "$kernel")_bench
   objects=()
-  for source in "$kernel"/*.cu "$kernel"/*.cc "tests/cuda/$bench.cu"; do
-    object=$(compile "$source" "${sm90[@]}")
-    [[ $source == *.cc ]] || objects+=("$object")
-    sources=$((sources + 1))
-  done
+  for source in "$kernel"/*.cu "tests/cuda/$bench.cu"; do objects+=("$(object_of "$source")"); done
   nvcc "${sm90[@]}" --cudart static -o "$out/$bench" "${objects[@]}"
 done
-echo "compiled $sources CUDA sources without spills"
+echo "compiled ${#compilers[@]} CUDA sources without spills"
