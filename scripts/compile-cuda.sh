@@ -24,7 +24,7 @@ object_of() {
 # compile <source> <flag>...
 compile() {
   local source=$1 object
-  object=$(object_of "$1")
+  object=$(object_of "$source")
   shift
   nvcc "${flags[@]}" "$@" -c "$source" -o "$object" 2>"$object.log" || {
     cat "$object.log" >&2

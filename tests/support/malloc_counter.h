@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || !defined(__GLIBC__)
-#define FOVEA_COUNTS_MALLOC 0  // The sanitizers replace malloc themselves.
+#define FOVEA_COUNTS_MALLOC 0  // Sanitizers replace malloc themselves, and __libc_* is glibc's.
 #else
 #define FOVEA_COUNTS_MALLOC 1
 #endif

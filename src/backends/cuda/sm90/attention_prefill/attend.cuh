@@ -147,7 +147,7 @@ struct Attention {
     if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&empty));
   }
 
-  /// Every thread read the item.
+  /// Of the item, which every thread read, and of its queries.
   __device__ __forceinline__ void release_item() const {
     ptx::mbarrier_arrive(ptx::shared_address(&s.q_empty[query_stage]));
   }
